@@ -14,12 +14,12 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.quality import ExactText, report
-from quire.bench.exact_ops import ExactLinear, ExactOps
-from quire.bench.quality import exact_config
 from quire.config import EngineConfig
-from quire.ops.interface import Activation, Linear, Ops
-from quire.ops.quantized_weight import StoredWeight
-from quire.ops.torch_quantised import rounded_rows
+from quire.measurement.bench.exact_ops import ExactLinear, ExactOps
+from quire.measurement.bench.quality import exact_config
+from quire.ops.interface.ops import Activation, Linear, Ops
+from quire.ops.interface.quantized_weight import StoredWeight
+from quire.ops.pytorch.torch_quantised import rounded_rows
 from quire.platform.host_probe import probe
 
 ROW = 0  # as a group: a scale for a row

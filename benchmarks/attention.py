@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import machine
-from quire.execution.kv_storage import STORED, KVStorage
-from quire.ops.interface import AttentionBatch, Ops
-from quire.ops.native_library import NativeLibrary, runnable_libraries
-from quire.ops.native_ops import NativeOps
-from quire.ops.torch_widened import WIDENED, narrowed
+from quire.execution.step.kv_storage import STORED, KVStorage
+from quire.ops.cpu.native_library import NativeLibrary, runnable_libraries
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.ops import AttentionBatch, Ops
+from quire.ops.pytorch.torch_widened import WIDENED, narrowed
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 
 LEAST_BYTES = 256_000_000  # that a round over the layers reads, where the cache may be as large

@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks import machine
 from quire.engine.async_llm import AsyncLLM
 from quire.sequences.params import SamplingParams
-from quire.server.block_map import BlockMapHub
-from quire.server.prefix_tree import PrefixTreeView
+from quire.server.kv_views.block_map import BlockMapHub
+from quire.server.kv_views.prefix_tree import PrefixTreeView
 
 SHARED = list(range(100, 260))
 PARAMS = SamplingParams(max_tokens=400, ignore_eos=True, temperature=1.0)

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.memory import BLOCK_SIZE, make_memory
-from quire.execution.batch import BlockTable
-from quire.execution.laid_tables import LaidTables
+from quire.execution.capture.laid_tables import LaidTables
+from quire.execution.step.batch import BlockTable
 from quire.memory.results import TableDelta
-from quire.ops.static_steps import StaticLimits, StaticMemory
+from quire.ops.interface.static_steps import StaticLimits, StaticMemory
+from quire.ops.triton.attention.static_attention import TritonStaticAttention, TritonStaticTokens
 from quire.ops.triton.launches import LAUNCH_BYTES
-from quire.ops.triton.static_attention import TritonStaticAttention, TritonStaticTokens
 from quire.ops.triton.triton_ops import TritonOps
 
 SHARED: Final = 8192

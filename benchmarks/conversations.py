@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks import machine
+from quire.measurement.simulation.replicas.executor import CountingExecutor
 from quire.memory.capacity.sizing import ArenaSizing
 from quire.memory.manager import KVCacheManager
 from quire.memory.results import Tier
@@ -21,7 +22,6 @@ from quire.memory.specs import FullAttention, KVCacheSpec, RecurrentState, Slidi
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
-from quire.simulation.executor import CountingExecutor
 
 NUM_CHATS, NUM_TURNS = 4, 7
 FIRST_PROMPT, USER_TOKENS, OUTPUT_TOKENS = 4096, 32, 16

@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.machine import RESULTS, facts
 from quire import LLM, SamplingParams
-from quire.decoding.speculation import AdaptiveDrafter
-from quire.models.checkpoint import locate
+from quire.models.checkpoints.checkpoint import locate
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from tests.conformance.test_draft_model import noisy_copy
 
 PROMPTS = (

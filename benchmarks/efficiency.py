@@ -33,11 +33,11 @@ from benchmarks.efficiency_traces import DATASETS, SPREAD, DatasetRequest, trace
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.engine import Engine
 from quire.engine.llm import LLM
+from quire.measurement.simulation.replicas.executor import SimulatedExecutor
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
-from quire.simulation.executor import SimulatedExecutor
 
 SIMULATED_VOCAB, SIMULATED_LEN = 256, 2048
 POOL_TOKENS = {"ShareGPT": 16384, "Alpaca": 4096}

@@ -27,7 +27,7 @@ from benchmarks.serving import (
     figures_of,
     serve_by_steps,
 )
-from quire.bench.workloads import BenchRequest, workload
+from quire.measurement.bench.workloads import BenchRequest, workload
 
 ANSWER = "RESULT "
 WARM_UP_RUN = 999  # tokens that no measured run uses

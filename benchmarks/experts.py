@@ -10,12 +10,12 @@ from typing import get_args
 import torch
 
 from quire.config import Quantization
-from quire.models.experts import ExpertsBlock
-from quire.models.norms import Norm
-from quire.models.projections import ResidualAdd
-from quire.models.spec import Experts, RMSNorm
+from quire.models.modules.experts import ExpertsBlock
+from quire.models.modules.norms import Norm
+from quire.models.modules.projections import ResidualAdd
+from quire.models.specs.spec import Experts, RMSNorm
 from quire.ops import make_ops
-from quire.ops.fused_layers import FusesExperts
+from quire.ops.interface.fused_layers import FusesExperts
 
 # Hidden width, width of an expert, experts, chosen ones, width of the shared one; the third has the widths of
 # Qwen3.5-35B-A3B, the last those of LFM2-8B-A1B, with fewer experts.

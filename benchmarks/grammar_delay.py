@@ -2,7 +2,7 @@
 
 One request samples from the bundled model with a grammar whose texts can be read in ever more ways. Beside it, another
 request gets 8 tokens, again and again, until the first one ends; the same beside samples without a grammar. With
-`--unbounded`, grammars may take as long as they do (`quire.structured.grammar_budget`), for 60 seconds.
+`--unbounded`, grammars may take as long as they do (`quire.text.structured.grammar_budget`), for 60 seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import machine
 from quire import LLM, SamplingParams
-from quire.structured import grammar_budget
+from quire.text.structured import grammar_budget
 
 AMBIGUOUS = 'start: e\ne: e e | "a" | "b" | "c" | " " e | e " "'
 OTHER = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

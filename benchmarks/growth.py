@@ -19,8 +19,8 @@ from benchmarks import machine, make_model
 from benchmarks.serving import BLOCK_SIZE
 from benchmarks.shapes import CheckpointShape
 from quire import LLM, SamplingParams
-from quire.bench.workloads import PLAIN_IDS
 from quire.engine.engine import Engine
+from quire.measurement.bench.workloads import PLAIN_IDS
 
 BATCHES = "1,2,4,8,16,32,64"
 CONTEXTS = "128,512,2048,8192,16384"

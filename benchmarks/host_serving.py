@@ -32,18 +32,18 @@ from benchmarks.host_steps import CACHE, VOCAB, make_ladder
 from benchmarks.make_model import write
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
-from quire.engine.startup.loading import load
+from quire.engine.startup.start import load
 from quire.engine.startup.wrappers import Wrappers
-from quire.execution.async_executor import AsyncExecutor
-from quire.execution.deferred_tokens import AheadBatchBuilder, DeferredTokens
-from quire.execution.embeddings import MultimodalEmbeddings
-from quire.execution.graph_runner import GraphRunner
-from quire.execution.sampling.deferred_sampler import DeferredSampler
+from quire.execution.device_tokens.deferred_tokens import AheadBatchBuilder, DeferredTokens
+from quire.execution.runners.async_executor import AsyncExecutor
+from quire.execution.runners.graph_runner import GraphRunner
+from quire.execution.sampling.device.deferred_sampler import DeferredSampler
+from quire.execution.step.embeddings import MultimodalEmbeddings
 from quire.memory.results import NO_OPS
-from quire.ops.interface import AttentionBatch, PagedKV
-from quire.ops.token_draws import RowParameters
-from quire.ops.torch_rows import apply_token_bitmask
-from quire.ops.triton.step_attention import TritonStepAttention
+from quire.ops.interface.ops import AttentionBatch, PagedKV
+from quire.ops.interface.token_draws import RowParameters
+from quire.ops.pytorch.torch_rows import apply_token_bitmask
+from quire.ops.triton.attention.step_attention import TritonStepAttention
 from quire.platform.heap import frozen_heap
 from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from quire.sequences.params import SamplingParams

@@ -37,17 +37,17 @@ import torch
 from benchmarks.captured_plans import GROUP, HEAD_DIM, KV_HEADS, PROCESSORS
 from benchmarks.gpu.memory import BLOCK_SIZE, make_memory
 from quire.engine.outputs.output_processor import OutputProcessor
-from quire.execution.batch import BatchBuilder
-from quire.execution.graph_ladder import GraphLadder
-from quire.execution.sampling.device_sampler import DeviceSampler
+from quire.execution.capture.graph_ladder import GraphLadder
+from quire.execution.sampling.device.device_sampler import DeviceSampler
+from quire.execution.step.batch import BatchBuilder
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
-from quire.models.spec import TokenCacheShape
-from quire.ops.adapted_linear import StepAdapters
-from quire.ops.interface import PagedKV
-from quire.ops.static_steps import StaticLimits
+from quire.models.specs.spec import TokenCacheShape
+from quire.ops.interface.adapted_linear import StepAdapters
+from quire.ops.interface.ops import PagedKV
+from quire.ops.interface.static_steps import StaticLimits
+from quire.ops.triton.attention.static_attention import TritonStaticAttention, TritonStaticTokens
 from quire.ops.triton.launches import LAUNCH_BYTES
-from quire.ops.triton.static_attention import TritonStaticAttention, TritonStaticTokens
 from quire.ops.triton.triton_ops import TritonOps
 from quire.scheduling.plan import ItemResult, StepPlan
 from quire.scheduling.scheduler import Scheduler

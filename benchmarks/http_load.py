@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.http_load_server import MAX_NUM_SEQS, InProcess, Server, in_process, served, workload
-from quire.bench.percentiles import percentiles
+from quire.measurement.bench.percentiles import percentiles
 
 MARKS = {"of_in_process": 0.95, "p99_of_median": 3.0, "slowest_of_fastest": 1.5}
 QUEUE_LEN = 256

@@ -19,8 +19,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from quire.bench.probe import ProbedRates
-from quire.bench.workloads import BenchRequest, SyntheticWorkload, Workload
+from quire.measurement.bench.probe import ProbedRates
+from quire.measurement.bench.workloads import BenchRequest, SyntheticWorkload, Workload
 
 IDS = range(256, 2048)
 INPUT_LEN, MAX_NUM_SEQS = 32, 256
@@ -236,8 +236,8 @@ def workload(num_streams: int, output_len: int, seed: int) -> list[BenchRequest]
 
 def answer_measurements() -> None:
     """Measure each workload that standard input asks for; the program of `InProcess`."""
-    from quire.bench.measure import EngineBench
     from quire.config import EngineConfig
+    from quire.measurement.bench.measure import EngineBench
 
     config = EngineConfig.from_options(model="bundled", skip_tokenizer_init=False, max_num_seqs=MAX_NUM_SEQS)
     # The rates of the machine are measured by `quire bench` for its bound, which no figure here needs.

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from quire.bench.client import COMPLETED, Client
-from quire.bench.http_client import Endpoint
-from quire.bench.load import send_in_turn
-from quire.bench.percentiles import percentiles
-from quire.bench.quality_text import read_quality_text
-from quire.bench.trace import TracedRequest
 from quire.config import EngineConfig
 from quire.engine.startup.tokenizers import open_tokenizer
 from quire.errors import ServerUnreachable
-from quire.models.checkpoint import Checkpoint
+from quire.measurement.bench.client import COMPLETED, Client
+from quire.measurement.bench.http_client import Endpoint
+from quire.measurement.bench.load import send_in_turn
+from quire.measurement.bench.percentiles import percentiles
+from quire.measurement.bench.quality_text import read_quality_text
+from quire.measurement.bench.trace import TracedRequest
+from quire.models.checkpoints.checkpoint import Checkpoint
 
 NUM_SLOTS = 16
 SLOT_TOKENS = 1024

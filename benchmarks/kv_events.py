@@ -22,16 +22,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from benchmarks import machine
-from quire.bench.stopwatch import Stopwatch, all_timed
 from quire.config import KVEventsConfig
-from quire.kvevents.publisher import KVEventPublisher
+from quire.distributed.kv_events.publisher import KVEventPublisher
+from quire.measurement.bench.stopwatch import Stopwatch, all_timed
+from quire.measurement.simulation.replicas.executor import CountingExecutor
 from quire.memory.kv_events import KVEventCollector
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
-from quire.simulation.executor import CountingExecutor
 
 PROMPT, OUTPUT, BLOCK_SIZE = 512, 128, 16
 ENDPOINT = "tcp://127.0.0.1:*"

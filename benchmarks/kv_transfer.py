@@ -25,10 +25,10 @@ from typing import Any
 from benchmarks import machine
 from quire import LLM, SamplingParams
 from quire.config.kv_transfer import KVTransferConfig
-from quire.kvstore.exports import ExportTable
-from quire.kvstore.peers import PeerAddress, PeerConnection
-from quire.kvstore.record import record_bytes, record_key
-from quire.kvstore.transfer_server import TransferServer
+from quire.distributed.kvstore.exports import ExportTable
+from quire.distributed.kvstore.record import record_bytes, record_key
+from quire.distributed.kvstore.transfer.peers import PeerAddress, PeerConnection
+from quire.distributed.kvstore.transfer.transfer_server import TransferServer
 from quire.memory.results import StoredBlock
 
 RECORD_BYTES = 256 << 10

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from benchmarks import machine
 from quire.config import Quantization
-from quire.ops.interface import Linear
-from quire.ops.native_library import NativeLibrary, runnable_libraries
-from quire.ops.native_ops import NativeOps
+from quire.ops.cpu.native_library import NativeLibrary, runnable_libraries
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.ops import Linear
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 
 # In and out: what the layers of Qwen3-0.6B multiply by, and its head.

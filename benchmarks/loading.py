@@ -26,8 +26,8 @@ import torch
 
 from benchmarks import machine, make_model
 from benchmarks.throughput import ROOT
-from quire.models.checkpoint import Checkpoint
-from quire.models.loading import load_decoder
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 from quire.platform.prefault import MADV_POPULATE_WRITE
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from benchmarks import machine, make_model
-from quire.models.checkpoint import locate
+from quire.models.checkpoints.checkpoint import locate
 
 MAX_BYTES = 8 << 20
 MARK_S, MARK_BYTES = 0.1, 64 << 20

@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import facts
-from quire.models.experts import ExpertsBlock
-from quire.models.norms import Norm
-from quire.models.projections import ResidualAdd
-from quire.models.spec import Experts
+from quire.models.modules.experts import ExpertsBlock
+from quire.models.modules.norms import Norm
+from quire.models.modules.projections import ResidualAdd
+from quire.models.specs.spec import Experts
 from quire.ops import make_ops
-from quire.ops.adapted_linear import StepAdapters
-from quire.ops.fused_layers import FusesExperts
-from quire.ops.lora import LoraPart, LoraRows, LoraWeight
-from quire.ops.weight_memory import WeightMemory
+from quire.ops.interface.adapted_linear import StepAdapters
+from quire.ops.interface.fused_layers import FusesExperts
+from quire.ops.interface.lora import LoraPart, LoraRows, LoraWeight
+from quire.ops.interface.weight_memory import WeightMemory
 
 WIDTH, EXPERTS = 1536, Experts(64, 6, 512, renormalised=True)
 NUM_ADAPTERS, RANK = 8, 16

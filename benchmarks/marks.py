@@ -8,7 +8,7 @@ from typing import NamedTuple
 from benchmarks.contenders import CONTENDERS, MIXES, peers_of
 from benchmarks.serving import NUM_KV_TOKENS, Figures
 from benchmarks.shapes import CheckpointShape
-from quire.bench.workloads import workload
+from quire.measurement.bench.workloads import workload
 
 # Figures where less is better; elsewhere more is.
 TIMES = ("wall_s", "all_started_s")

@@ -22,7 +22,7 @@ from benchmarks.contenders import APART
 from benchmarks.machine import version_of
 from benchmarks.peers import IkLlamaCppEngine, LlamaCppEngine
 from benchmarks.serving import Setup, serve_by_steps
-from quire.bench.workloads import BenchRequest
+from quire.measurement.bench.workloads import BenchRequest
 
 if TYPE_CHECKING:
     from torch import Tensor

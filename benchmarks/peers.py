@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.serving import NUM_KV_TOKENS, Figures, Setup, serve_by_steps
 from benchmarks.shapes import CheckpointShape
-from quire.bench.workloads import BenchRequest
+from quire.measurement.bench.workloads import BenchRequest
 
 STEP_TOKENS = 2048  # prompt tokens in a step, for all three
 OPENVINO_BLOCK_SIZE = 32  # of its CPU plug-in

@@ -1,8 +1,8 @@
 """Two stages of one thread beside one process of two threads: `python -m benchmarks.pipeline_parallel`.
 
-Processes of the contenders take turns. Each serves W2 and W3 (`quire.bench.workloads`); stages do so with one
-microbatch in flight, where one of them waits for the other, and with two. Then the time in which the hidden states of
-some rows go from one process to another and an answer of a row comes back.
+Processes of the contenders take turns. Each serves W2 and W3 (`quire.measurement.bench.workloads`); stages do so with
+one microbatch in flight, where one of them waits for the other, and with two. Then the time in which the hidden states
+of some rows go from one process to another and an answer of a row comes back.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.efficiency_traces import DATASETS, trace
+from quire.measurement.simulation.replicas.executor import CountingExecutor
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
 from quire.scheduling.preemption import TransferRates
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
-from quire.simulation.executor import CountingExecutor
 
 SPEC = FullAttention(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
 NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_SEQS, BUDGET, VOCAB = 512, 2048, 256, 2048, 32000

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.peer_logits import READERS, PeerReader
-from quire.bench.divergence import Divergence, DivergenceTally, GreedyAgreement
-from quire.bench.exact_ops import ExactOps
-from quire.bench.quality import PIECE, ReadingEngine, exact_config
-from quire.bench.quality_text import greedy_prompts, read_quality_text
 from quire.config import EngineConfig
-from quire.ops.interface import Ops
+from quire.measurement.bench.divergence import Divergence, DivergenceTally, GreedyAgreement
+from quire.measurement.bench.exact_ops import ExactOps
+from quire.measurement.bench.quality import PIECE, ReadingEngine, exact_config
+from quire.measurement.bench.quality_text import greedy_prompts, read_quality_text
+from quire.ops.interface.ops import Ops
 from quire.platform.host_probe import probe
 
 BF16, F32 = {"dtype": "bfloat16"}, {"dtype": "float32"}

@@ -32,14 +32,14 @@ from benchmarks.routing_traces import (
     chat_shape,
     make_trace,
 )
+from quire.fleet.routing.router import RouterConfig
+from quire.measurement.simulation.replicas.executor import CountingExecutor
 from quire.memory.kv_events import KVEventCollector
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
-from quire.routing.router import RouterConfig
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
-from quire.simulation.executor import CountingExecutor
 
 NUM_REPLICAS, BLOCK_SIZE, VOCAB = 4, 16, 30_000
 # Blocks of one replica, token budget of a step, and running sequences.

@@ -31,7 +31,7 @@ from benchmarks.routing_traces import TraceShape
 # this class.
 PREFIX_AWARE = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 ROUTERS = {
-    "quire": "quire.serving.ray.request_router.CacheAwareRouter",
+    "quire": "quire.fleet.ray.request_router.CacheAwareRouter",
     "ray, prefixes": PREFIX_AWARE,
     "ray, default": "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter",
 }
@@ -49,7 +49,7 @@ async def application(**options: Any) -> AsyncIterator[str]:
             {
                 "name": "quire",
                 "route_prefix": "/",
-                "import_path": "quire.serving.ray:app",
+                "import_path": "quire.fleet.ray:app",
                 "args": {**fixed, **options},
             }
         ],

@@ -15,7 +15,7 @@ import httpx
 
 from benchmarks.routing import BIG, NUM_REPLICAS, ROUTERS, SEED, Figures, figures_of
 from benchmarks.routing_traces import PromptTree, Session, TraceShape, make_trace
-from quire.serving.local_fleet import EVENTS
+from quire.fleet.local_fleet import EVENTS
 
 NUM_BLOCKS = 700
 PATIENCE_S = 600.0

@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from quire.fleet.routing.router import Route, Router, RouterConfig, RouteRequest
 from quire.memory.kv_events import KVEvent
-from quire.routing.router import Route, Router, RouterConfig, RouteRequest
 
 
 class Session(NamedTuple):

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from quire.bench.workloads import BenchRequest
+from quire.measurement.bench.workloads import BenchRequest
 
 Figures = dict[str, Any]
 BLOCK_SIZE, NUM_BLOCKS = 16, 1280  # 20,480 tokens of KV for everyone who lets it be set

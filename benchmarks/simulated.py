@@ -29,20 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, make_model
-from quire.bench.load import poisson_arrivals
-from quire.bench.step_probe import StepProbe, quality_lines
-from quire.bench.workloads import BenchRequest, SyntheticWorkload, workload
 from quire.config import EngineConfig
+from quire.measurement.bench.load import poisson_arrivals
+from quire.measurement.bench.step_probe import StepProbe, quality_lines
+from quire.measurement.bench.workloads import BenchRequest, SyntheticWorkload, workload
+from quire.measurement.simulation.fleet import SimulatedFleet
+from quire.measurement.simulation.replicas.fit import MeasuredStep, fit_step_time, quality_of
+from quire.measurement.simulation.replicas.replica_settings import ReplicaSettings
+from quire.measurement.simulation.replicas.step_time import FittedStepTime, StepItem
+from quire.measurement.simulation.replicas.tokens import TokenSpan
+from quire.measurement.simulation.request import SimulatedRequest
+from quire.measurement.simulation.routing import RoundRobin
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import FullAttention
-from quire.models.checkpoint import locate
-from quire.simulation.fit import MeasuredStep, fit_step_time, quality_of
-from quire.simulation.fleet import SimulatedFleet
-from quire.simulation.replica_settings import ReplicaSettings
-from quire.simulation.request import SimulatedRequest
-from quire.simulation.routing import RoundRobin
-from quire.simulation.step_time import FittedStepTime, StepItem
-from quire.simulation.tokens import TokenSpan
+from quire.models.checkpoints.checkpoint import locate
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = (0.9, 1.1)

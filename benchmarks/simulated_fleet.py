@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from quire.bench.simulated_engine import engine_on_hardware
-from quire.simulation.report import ServiceLevel, report_of
-from quire.simulation.study import Scenario
-from quire.simulation.traffic import TRAFFIC, SyntheticTraffic, TrafficShape
+from quire.measurement.bench.simulated_engine import engine_on_hardware
+from quire.measurement.simulation.report import ServiceLevel, report_of
+from quire.measurement.simulation.study import Scenario
+from quire.measurement.simulation.traffic import TRAFFIC, SyntheticTraffic, TrafficShape
 
 MARK_S, MARK_GIB = 900, 8
 # Requests a second of each replica: about six in ten of its steps' time.

@@ -44,7 +44,7 @@ import torch
 
 from benchmarks import agents, machine, make_copier, make_model
 from quire import LLM, SamplingParams
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RESULTS = machine.RESULTS / "speculative.json"

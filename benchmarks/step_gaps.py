@@ -18,8 +18,8 @@ from typing import Any, Final
 from unittest import mock
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.execution.async_executor import AsyncExecutor, LaunchedStep
-from quire.execution.runner import InProcessExecutor
+from quire.execution.runners.async_executor import AsyncExecutor, LaunchedStep
+from quire.execution.runners.runner import InProcessExecutor
 
 # Options of the engine and of the requests.
 KINDS: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {

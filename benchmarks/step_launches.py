@@ -24,15 +24,15 @@ from benchmarks.gpu.memory import BLOCK_SIZE, make_memory, num_blocks_of
 from benchmarks.gpu.shapes import REHEARSED
 from benchmarks.gpu.speed import load_random, make_decoder
 from benchmarks.gpu.timing import Bench
-from quire.capacity.draft_compat import mtp_spec
-from quire.execution.batch import BatchBuilder
-from quire.execution.captured_steps import CaptureOptions, capture_steps
-from quire.execution.kv_storage import make_storages
-from quire.execution.step_capture import CapturedCall
-from quire.execution.tape_capture import UNWRITTEN, _again
-from quire.models.decoder import Decoder
+from quire.execution.capture.captured_steps import CaptureOptions, capture_steps
+from quire.execution.capture.step_capture import CapturedCall
+from quire.execution.capture.tape_capture import UNWRITTEN, _again
+from quire.execution.step.batch import BatchBuilder
+from quire.execution.step.kv_storage import make_storages
+from quire.models.capacity.draft_compat import mtp_spec
 from quire.models.families import build
-from quire.models.mtp import MTPHead
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.mtp import MTPHead
 from quire.ops.triton.interpreted_launches import seen_launches
 from quire.ops.triton.triton_ops import TritonOps
 from tests.models.mtp import save_mtp_checkpoint

@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.captured_plans import GROUP, HEAD_DIM, KV_HEADS, PROCESSORS
 from benchmarks.gpu.memory import BLOCK_SIZE
-from quire.execution.batch import BatchBuilder, BlockTable
-from quire.execution.row_layout import layout_kernels
-from quire.models.spec import TokenCacheShape
-from quire.ops.interface import AttentionBatch
+from quire.execution.step.batch import BatchBuilder, BlockTable
+from quire.execution.step.row_layout import layout_kernels
+from quire.models.specs.spec import TokenCacheShape
+from quire.ops.interface.ops import AttentionBatch
+from quire.ops.triton.attention.shared_prefixes import SharingRule
+from quire.ops.triton.attention.step_numbers import StepCut, number_work, step_kernels
 from quire.ops.triton.launches import LAUNCH_BYTES
-from quire.ops.triton.shared_prefixes import SharingRule
-from quire.ops.triton.step_numbers import StepCut, number_work, step_kernels
 from quire.ops.triton.tiles import decode_tile, prefill_tile, shared_tile
 from quire.scheduling.plan import ScheduledSequence
 
@@ -97,7 +97,7 @@ def main() -> None:
     for step in STEPS:
         builder, items = make_step(*step)
         found = [times_of(partial(builder.lay_out, items), given.runs)]
-        with patch("quire.execution.batch.layout_kernels", return_value=None):
+        with patch("quire.execution.step.batch.layout_kernels", return_value=None):
             found.append(times_of(partial(builder.lay_out, items), given.runs))
         (batch,) = builder.lay_out(items).groups
         assert isinstance(batch, AttentionBatch)

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine
-from quire.models.checkpoint import Checkpoint
-from quire.models.loading import load_decoder
-from quire.quantization.paged_rows import run_sequences, split_sequences
-from quire.quantization.quantize import QuantizeOptions, quantize
-from quire.text.tokenizer import Tokenizer
+from quire.cli.quantization.paged_rows import run_sequences, split_sequences
+from quire.cli.quantization.quantize import QuantizeOptions, quantize
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tools.bundled_model.corpus import documents
 
 FORMATS = {

@@ -1,9 +1,9 @@
 """Two ranks of one thread beside one process of two threads: `python -m benchmarks.tensor_parallel`.
 
-Processes of both take turns. Each serves W2 and W3 (`quire.bench.workloads`), and says what memory its weights take:
-the private memory of all its processes after loading, less that of the same with the bundled model. Then the time of
-control with 256 sequences of the bundled model, which is what a step takes on rank 0 outside of the scheduler and the
-data plane because of the ranks, and the time of a sum of some rows between two processes.
+Processes of both take turns. Each serves W2 and W3 (`quire.measurement.bench.workloads`), and says what memory its
+weights take: the private memory of all its processes after loading, less that of the same with the bundled model. Then
+the time of control with 256 sequences of the bundled model, which is what a step takes on rank 0 outside of the
+scheduler and the data plane because of the ranks, and the time of a sum of some rows between two processes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 from benchmarks import machine
 from benchmarks.make_model import ensure
 from quire import LLM, SamplingParams
-from quire.bench.workloads import BenchRequest, workload
 from quire.config import ParallelConfig
 from quire.distributed.launch import join_ranks, start_ranks
+from quire.measurement.bench.workloads import BenchRequest, workload
 
 MARKS = {"of_one_process": 0.92, "control_ms": 0.3, "resident": 1.1}
 WORKLOADS = ("W2", "W3")

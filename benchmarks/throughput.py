@@ -24,7 +24,7 @@ from benchmarks.engines import ANSWER
 from benchmarks.marks import bandwidth_share, judge, medians
 from benchmarks.serving import MAX_MODEL_LEN, Figures
 from benchmarks.shapes import CheckpointShape
-from quire.bench.workloads import NAMES, workload
+from quire.measurement.bench.workloads import NAMES, workload
 
 ROOT = Path(__file__).resolve().parent.parent
 # An engine may be at work after its answer, Quire with pages of its cache: the next one is not to be held up by that.

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.platform.file_lock import wait_for_lock
-from quire.text.components import byte_alphabet
+from quire.text.vocabulary.components import byte_alphabet
 
 # Numbers of ids: those of Qwen 3 without the padding of its logits, and of Gemma 3.
 BYTE_LEVEL_SIZE = 151_936

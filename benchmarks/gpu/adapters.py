@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.gpu.shapes import LLAMA_8B, REHEARSED
 from benchmarks.gpu.timing import Bench
-from quire.ops.lora import LoraLayer, LoraPart, LoraRows, LoraWeight, TorchLoraLayer
+from quire.ops.interface.lora import LoraLayer, LoraPart, LoraRows, LoraWeight, TorchLoraLayer
+from quire.ops.interface.weight_memory import WeightMemory
 from quire.ops.triton.triton_ops import TritonOps
-from quire.ops.weight_memory import WeightMemory
 
 RANK: Final = 16
 # Adapters of each step's sequences, and rows of each sequence.

@@ -12,13 +12,13 @@ import torch
 from benchmarks.gpu.memory import BLOCK_SIZE, make_memory, num_blocks_of
 from benchmarks.gpu.shapes import Shape, decode_floor
 from benchmarks.gpu.timing import Bench
-from quire.models.decoder import Decoder
-from quire.ops.interface import Ops
-from quire.ops.token_draws import DrawsTokens
+from quire.models.modules.decoder import Decoder
+from quire.ops.interface.ops import Ops
+from quire.ops.interface.token_draws import DrawsTokens
 
 if TYPE_CHECKING:
-    from quire.execution.batch import BatchBuilder
-    from quire.execution.captured_steps import CapturedSteps, CaptureOptions
+    from quire.execution.capture.captured_steps import CapturedSteps, CaptureOptions
+    from quire.execution.step.batch import BatchBuilder
 
 # Number of steps whose host time is measured, after as many warm-up steps.
 STEPS = 30
@@ -65,8 +65,8 @@ def measure_captured(bench: Bench, decoder: Decoder, shape: Shape, batch: int, c
 
 def capture(bench: Bench, decoder: Decoder, shape: Shape, batch: int, context: int) -> Captured:
     """Capture a step, and write one whose sequences share no blocks."""
-    from quire.execution.batch import BatchBuilder
-    from quire.execution.captured_steps import CaptureOptions, capture_steps
+    from quire.execution.capture.captured_steps import CaptureOptions, capture_steps
+    from quire.execution.step.batch import BatchBuilder
 
     spans = [(context - 1, 1)] * batch
     num_blocks = num_blocks_of(spans)
@@ -104,7 +104,7 @@ def measure_pieces(bench: Bench, decoder: Decoder, shape: Shape, decodes: int, c
 
     Both lay out the step and plan its attention; output heads are left out.
     """
-    from quire.execution.captured_steps import CaptureOptions
+    from quire.execution.capture.captured_steps import CaptureOptions
 
     name = f"{shape.name}, {decodes} x {context} and a prompt of {prompt}"
     spans = [(context - 1, 1)] * decodes + [(0, prompt)]
@@ -122,8 +122,8 @@ def measure_drafts(bench: Bench, decoder: Decoder, shape: Shape, batch: int, con
 
     Both lay out the step and plan its attention; only the captured one has the output head.
     """
-    from quire.execution.captured_steps import CaptureOptions
-    from quire.execution.decode_rows import few_rows_of
+    from quire.execution.capture.captured_steps import CaptureOptions
+    from quire.execution.capture.decode_rows import few_rows_of
 
     name = f"{shape.name}, {batch} x {context} with {num_drafts} drafts"
     spans = [(context - 1 - num_drafts, 1 + num_drafts)] * batch
@@ -148,8 +148,8 @@ def measure_both(
     replay: Callable[[CapturedSteps, list[Any], BatchBuilder], torch.Tensor],
 ) -> None:
     """Measure a step, run eagerly and captured; a failure is recorded as a figure."""
-    from quire.execution.batch import BatchBuilder
-    from quire.execution.captured_steps import CapturedSteps, capture_steps
+    from quire.execution.capture.captured_steps import CapturedSteps, capture_steps
+    from quire.execution.step.batch import BatchBuilder
 
     num_blocks = num_blocks_of(spans)
     if num_blocks * BLOCK_SIZE * shape.kv_bytes > bench.memory_left():
@@ -195,7 +195,7 @@ def measure_sampler(
     """Measure the sampling of a step's tokens from logits, copies to the host included."""
     name = f"{shape.name}, {kind} tokens of {captured.batch}"
     try:
-        from quire.execution.sampling.device_sampler import DeviceSampler
+        from quire.execution.sampling.device.device_sampler import DeviceSampler
     except ImportError as error:
         return bench.add(name, skipped=f"needs all that Quire depends on: {error}")
     from quire.memory.results import NO_OPS

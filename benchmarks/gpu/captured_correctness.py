@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.memory import make_batch, make_memory, num_blocks_of
-from quire.execution.captured_steps import capture_on
-from quire.ops.static_steps import StaticLimits, StaticMemory
+from quire.execution.capture.captured_steps import capture_on
+from quire.ops.interface.static_steps import StaticLimits, StaticMemory
 from quire.ops.triton.triton_ops import TritonOps
 
 # Context lengths of the replayed step; the captured step has padding rows only.

@@ -18,15 +18,15 @@ from benchmarks.gpu.captured_correctness import captured_attention_error
 from benchmarks.gpu.draws_correctness import share_of_other_tokens
 from benchmarks.gpu.memory import make_batch, make_memory, make_rotation, num_blocks_of
 from benchmarks.gpu.timing import Bench
-from quire.ops.interface import Activation, HeadNorms, Ops, StateBatch
-from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight, WeightForm
-from quire.ops.recurrent_mixers import Recurrence
-from quire.ops.recurrent_weights import SSMHeads
-from quire.ops.reference import ReferenceOps
-from quire.ops.reference_states import ReferenceStepStates
-from quire.ops.triton.expert_rows import group_rows
+from quire.ops.interface.ops import Activation, HeadNorms, Ops, StateBatch
+from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight, WeightForm
+from quire.ops.interface.recurrent_weights import SSMHeads
+from quire.ops.pytorch.recurrent_mixers import Recurrence
+from quire.ops.reference.reference_ops import ReferenceOps
+from quire.ops.reference.reference_states import ReferenceStepStates
+from quire.ops.triton.linear.expert_rows import group_rows
+from quire.ops.triton.linear.stored_experts import stored_layer
 from quire.ops.triton.step_states import TritonStepStates
-from quire.ops.triton.stored_experts import stored_layer
 from quire.ops.triton.triton_ops import TritonOps
 
 TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}

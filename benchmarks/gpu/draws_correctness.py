@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.execution.sampling.device_draws import TorchDraws
-from quire.ops.token_draws import FEW, GREEDY, MANY, WHOLE, RowFilters, RowParameters
+from quire.execution.sampling.device.device_draws import TorchDraws
+from quire.ops.interface.token_draws import FEW, GREEDY, MANY, WHOLE, RowFilters, RowParameters
 from quire.ops.triton.triton_ops import TritonOps
 
 

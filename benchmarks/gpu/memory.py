@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.interface import AttentionBatch, Rotation
+from quire.ops.interface.ops import AttentionBatch, Rotation
 
 BLOCK_SIZE = 16
 

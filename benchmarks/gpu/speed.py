@@ -20,10 +20,10 @@ from benchmarks.gpu.memory import BLOCK_SIZE, KVMemory, make_batch, make_memory,
 from benchmarks.gpu.nano_vllm import LEAST, MOST, NUM_REQUESTS, TEMPERATURE, nano_requests
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, REHEARSED, Shape, attention_flops, decode_floor, prompt_floor
 from benchmarks.gpu.timing import Bench
-from quire.models.decoder import Decoder
 from quire.models.families import build
-from quire.ops.interface import AttentionBatch, StepAttention
-from quire.ops.triton import step_attention
+from quire.models.modules.decoder import Decoder
+from quire.ops.interface.ops import AttentionBatch, StepAttention
+from quire.ops.triton.attention import step_attention
 from quire.ops.triton.tiles import Tile, prefill_tile
 from quire.ops.triton.triton_ops import TritonOps
 

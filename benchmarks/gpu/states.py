@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.gpu.correctness import StatesMemory
 from benchmarks.gpu.timing import Bench
-from quire.ops.interface import StateBatch
-from quire.ops.recurrent_weights import SSMHeads
+from quire.ops.interface.ops import StateBatch
+from quire.ops.interface.recurrent_weights import SSMHeads
 from quire.ops.triton.step_states import TritonStepStates
 from quire.ops.triton.triton_ops import TritonOps
 

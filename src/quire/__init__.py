@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from quire.config.options import EngineConfig, ModelConfig, SchedulerConfig
     from quire.config.parallel import ParallelConfig
     from quire.config.speculative import SpeculativeConfig
-    from quire.decoding.strategies import Sampling
     from quire.engine.async_engine_args import AsyncEngineArgs
     from quire.engine.async_llm import AsyncLLM, AsyncLLMEngine
     from quire.engine.llm import LLM
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
         WorkerError,
     )
+    from quire.sequences.decoding.strategies import Sampling
     from quire.sequences.lora import LoRARequest
     from quire.sequences.params import RequestOutputKind, SamplingParams
     from quire.sequences.pooling import PoolingParams
@@ -129,7 +129,7 @@ _EXPORTS = {
     "config.options": ("EngineConfig", "ModelConfig", "SchedulerConfig"),
     "config.parallel": ("ParallelConfig",),
     "config.speculative": ("SpeculativeConfig",),
-    "decoding.strategies": ("Sampling",),
+    "sequences.decoding.strategies": ("Sampling",),
     "engine.async_engine_args": ("AsyncEngineArgs",),
     "engine.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
     "engine.outputs.beam_search": ("BeamSearchOutput", "BeamSearchParams"),

@@ -13,14 +13,14 @@ LIGHT = (
     "import quire.errors",
     "from quire import SamplingParams",
     "import quire.sequences.params",
-    "import quire.decoding",
+    "import quire.sequences.decoding",
     "import quire.memory",
     "import quire.memory.manager",
     "import quire.scheduling.plan",
     "import quire.scheduling.scheduler",
     "import quire.config",
-    "import quire.capacity.planner",
-    "import quire.simulation",
+    "import quire.models.capacity.planner",
+    "import quire.measurement.simulation",
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.ops.native_library import find_library
+from quire.ops.cpu.native_library import find_library
 from tools.trace_step import TracedCall, count_changes, count_lines, trace_step
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "life-of-a-step.md"

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import pytest
 
-from quire.bench.client import Client, Outcome, events
-from quire.bench.http_client import Endpoint
-from quire.bench.load import poisson_arrivals
-from quire.bench.trace import TracedRequest
-from quire.bench.workloads import BenchRequest
 from quire.errors import ConfigError, ServerUnreachable
+from quire.measurement.bench.client import Client, Outcome, events
+from quire.measurement.bench.http_client import Endpoint
+from quire.measurement.bench.load import poisson_arrivals
+from quire.measurement.bench.trace import TracedRequest
+from quire.measurement.bench.workloads import BenchRequest
 
 Result = TypeVar("Result")
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

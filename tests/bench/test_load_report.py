@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.bench.client import Outcome
-from quire.bench.load import Load
-from quire.bench.load_report import Targets, load_lines, summarise
+from quire.measurement.bench.client import Outcome
+from quire.measurement.bench.load import Load
+from quire.measurement.bench.load_report import Targets, load_lines, summarise
 
 NO_TARGETS = Targets()
 

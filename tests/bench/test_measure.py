@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from quire.bench.measure import EngineBench, step_lines
-from quire.bench.probe import ProbedRates, measure_rates
-from quire.bench.stopwatch import Timed
-from quire.bench.workloads import BenchRequest, Workload, workload
 from quire.config import EngineConfig
 from quire.errors import PromptTooLong
+from quire.measurement.bench.measure import EngineBench, step_lines
+from quire.measurement.bench.probe import ProbedRates, measure_rates
+from quire.measurement.bench.stopwatch import Timed
+from quire.measurement.bench.workloads import BenchRequest, Workload, workload
 from quire.ops import make_ops
-from quire.ops.interface import Ops
-from quire.ops.native_layers import NativeLayers
-from quire.ops.native_library import find_library
+from quire.ops.cpu.native_layers import NativeLayers
+from quire.ops.cpu.native_library import find_library
+from quire.ops.interface.ops import Ops
 
 OPTIONS = {"num_kv_blocks": 80, "max_model_len": 600, "num_threads": 1, "skip_tokenizer_init": True}
 WORK = Workload([BenchRequest([1, 2, 3], 4), BenchRequest([4] * 20, 2)], before=[])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.bench.percentiles import latency_lines, percentiles
+from quire.measurement.bench.percentiles import latency_lines, percentiles
 
 
 def test_percentiles_are_values_that_occurred() -> None:

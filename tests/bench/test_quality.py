@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from quire.bench.divergence import DivergenceTally, GreedyAgreement
-from quire.bench.exact_ops import ExactLinear, ExactOps
-from quire.bench.quality import QualityBench, ReadingEngine, exact_config
-from quire.bench.quality_text import MAX_SEQUENCE, greedy_prompts, read_quality_text
+from quire.cli.quantization.paged_rows import run_sequences
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint, locate
-from quire.models.loading import load_decoder
-from quire.ops.quantized_weight import PlainWeight, StoredWeight
-from quire.quantization.paged_rows import run_sequences
-from quire.text.tokenizer import Tokenizer
+from quire.measurement.bench.divergence import DivergenceTally, GreedyAgreement
+from quire.measurement.bench.exact_ops import ExactLinear, ExactOps
+from quire.measurement.bench.quality import QualityBench, ReadingEngine, exact_config
+from quire.measurement.bench.quality_text import MAX_SEQUENCE, greedy_prompts, read_quality_text
+from quire.models.checkpoints.checkpoint import Checkpoint, locate
+from quire.models.loading.loading import load_decoder
+from quire.ops.interface.quantized_weight import PlainWeight, StoredWeight
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.models.encoders import save
 from tests.models.gguf.cases import save_checkpoint
 from tests.ops.test_quantized_weights import FLOAT8, FORMS, random_weight

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.bench.roofline import (
+from quire.measurement.bench.roofline import (
     AttentionShape,
     ModelShape,
     Rates,
@@ -21,10 +21,10 @@ from quire.bench.roofline import (
     seen_of_cache,
     step_work,
 )
-from quire.models.checkpoint import Checkpoint
-from quire.models.loading import load_decoder
-from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, Mamba2, ModelSpec, RMSNorm
-from quire.simulation.step_time import StepItem
+from quire.measurement.simulation.replicas.step_time import StepItem
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder
+from quire.models.specs.spec import Attention, Experts, GatedMLP, LayerSpec, Mamba2, ModelSpec, RMSNorm
 
 # 1000 parameters in layers, 120 of them behind the last keys and values, 300 in the head, two bytes each; 3 layers of 4
 # heads over 2 KV heads of 8 values.

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from quire.bench import step_probe
-from quire.bench.hardware import HARDWARE, RooflineStepTime
-from quire.bench.roofline import AttentionShape, ModelShape, step_work
-from quire.bench.simulated_engine import engine_of_step_times, engine_on_hardware, step_times_json
-from quire.bench.step_probe import StepProbe
-from quire.bench.workloads import BenchRequest
 from quire.config import EngineConfig
 from quire.engine.llm import LLM
 from quire.errors import ConfigError
+from quire.measurement.bench import step_probe
+from quire.measurement.bench.hardware import HARDWARE, RooflineStepTime
+from quire.measurement.bench.roofline import AttentionShape, ModelShape, step_work
+from quire.measurement.bench.simulated_engine import engine_of_step_times, engine_on_hardware, step_times_json
+from quire.measurement.bench.step_probe import StepProbe
+from quire.measurement.bench.workloads import BenchRequest
+from quire.measurement.simulation.replicas.fit import quality_of
+from quire.measurement.simulation.replicas.step_time import StepItem
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import FullAttention
-from quire.simulation.fit import quality_of
-from quire.simulation.step_time import StepItem
 from tests.models.published import CONFIGS
 from tests.simulation.fleets import step_time
 

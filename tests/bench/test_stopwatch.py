@@ -6,9 +6,9 @@ from itertools import count
 
 import pytest
 
-from quire.bench.stopwatch import HEAD, Stopwatch, Timed, in_order
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.measurement.bench.stopwatch import HEAD, Stopwatch, Timed, in_order
 
 
 def test_steps_are_timed_one_after_the_other() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.trace import TracedRequest, read_trace
 from quire.errors import TraceError
+from quire.measurement.bench.trace import TracedRequest, read_trace
 
 CHAT = [{"role": "user", "content": "Hello"}]
 

@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from quire.bench.workloads import NAMES, SyntheticWorkload, workload
 from quire.errors import ConfigError
+from quire.measurement.bench.workloads import NAMES, SyntheticWorkload, workload
 
 IDS = range(1000)
 

@@ -8,7 +8,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from benchmarks.grammar_delay import AMBIGUOUS, beside
 from quire import LLM
-from quire.structured.grammar_state import TOO_SLOW
+from quire.text.structured.grammar_state import TOO_SLOW
 
 
 def test_a_row_says_how_others_fared_until_the_grammar_was_ended() -> None:

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 
 from benchmarks.make_model import SHAPES, shapes
-from quire.bench.workloads import NAMES, workload
+from quire.measurement.bench.workloads import NAMES, workload
 
 
 @pytest.mark.parametrize(("shape", "num_parameters"), [("qwen3-0.6b", 596_049_920), ("llama-3.2-1b", 1_235_814_400)])

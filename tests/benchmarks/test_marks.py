@@ -14,7 +14,7 @@ from benchmarks.engines import ENGINES
 from benchmarks.marks import BITS, MARKS, Mark, MarkResult, bandwidth_share, judge, medians, ratio
 from benchmarks.serving import NUM_KV_TOKENS, figures_of
 from benchmarks.shapes import CheckpointShape
-from quire.bench.workloads import NAMES, BenchRequest
+from quire.measurement.bench.workloads import NAMES, BenchRequest
 
 QWEN3 = CheckpointShape(
     28, 16, 8, 128, num_linear=440_401_920, num_head=155_582_464, num_other=65_536, is_tied=True, width=1024

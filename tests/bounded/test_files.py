@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.bounded.files import read_file, read_json
+from quire.platform.bounded.files import read_file, read_json
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:

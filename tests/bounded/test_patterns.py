@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.bounded.patterns import match_names
+from quire.platform.bounded.patterns import match_names
 
 
 def test_patterns_match_at_the_start_of_names() -> None:

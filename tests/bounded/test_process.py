@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.bounded.process import BoundedProcess, LimitExceeded, ProcessPool
 from quire.errors import WorkerError
+from quire.platform.bounded.process import BoundedProcess, LimitExceeded, ProcessPool
 
 ECHO = "tests.bounded.programs:echo"
 PATIENCE_S = 60.0
@@ -164,7 +164,7 @@ def test_a_pool_that_closes_waits_for_no_question() -> None:
 
 def test_it_ends_with_the_process_that_started_it() -> None:
     script = (
-        "from quire.bounded.process import BoundedProcess\n"
+        "from quire.platform.bounded.process import BoundedProcess\n"
         f"process = BoundedProcess({ECHO!r}, b'', 1 << 28)\n"
         "process.ask(b'ready', 60)\n"
         "print(process.pid, flush=True)\n"

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quire.execution.build import build_runner
-from quire.execution.gpu_memory_profile import HUNGRY, SORTING, Items, StepLimits, plan_of
-from quire.execution.sampling.device_sampler import DeviceSampler
-from quire.models.decoder import Decoder
+from quire.execution.profile.gpu_memory_profile import HUNGRY, SORTING, Items, StepLimits, plan_of
+from quire.execution.runners.build import build_runner
+from quire.execution.sampling.device.device_sampler import DeviceSampler
+from quire.models.modules.decoder import Decoder
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from quire.capacity.step_memory import StepSizes, captured_bytes, step_bytes
-from quire.execution.gpu_memory_profile import (
+from quire.execution.profile.gpu_memory_profile import (
     StepLimits,
     decode_items,
     measure_step_cost,
     prefill_items,
     step_cost,
 )
-from quire.models.decoder import Decoder
+from quire.models.capacity.step_memory import StepSizes, captured_bytes, step_bytes
 from quire.models.families import build
+from quire.models.modules.decoder import Decoder
 from quire.ops import make_ops
 from tests.capacity.live_bytes import peak_of
 from tests.models.published import CONFIGS

@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.capacity.step_memory import StepSizes, captured_bytes, step_bytes
 from quire.config import Quantization
-from quire.execution.gpu_memory_profile import StepLimits, prefill_items
-from quire.models.decoder import Decoder
+from quire.execution.profile.gpu_memory_profile import StepLimits, prefill_items
+from quire.models.capacity.step_memory import StepSizes, captured_bytes, step_bytes
 from quire.models.families import build
-from quire.models.parameter_estimate import estimate_parameters, triton_bytes
-from quire.ops.gated import GatedLinear
-from quire.ops.interface import Activation, Linear
-from quire.ops.quantized_weight import StoredWeight
+from quire.models.modules.decoder import Decoder
+from quire.models.specs.parameter_estimate import estimate_parameters, triton_bytes
+from quire.ops.interface.ops import Activation, Linear
+from quire.ops.interface.quantized_weight import StoredWeight
+from quire.ops.layers.gated import GatedLinear
 from tests.capacity.live_bytes import LiveBytes, peak_of
 from tests.models.tiny import make_tiny
 from tests.ops.triton.device import INTERPRETED_MARKS
 
-from quire.ops.triton.stored_linear import TritonQuantizedLinear  # isort: skip - that skips where Triton is missing
+from quire.ops.triton.linear.stored_linear import TritonQuantizedLinear  # isort: skip - that skips where Triton is missing
 from quire.ops.triton.triton_ops import TritonOps  # isort: skip
 
 pytestmark = INTERPRETED_MARKS

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.chat import handle, talk
-from quire.cli.conversation import Conversation
 from quire.cli.main import main
-from quire.cli.word_wrap import WordWrap
+from quire.cli.terminal.chat import handle, talk
+from quire.cli.terminal.conversation import Conversation
+from quire.cli.terminal.word_wrap import WordWrap
 from quire.engine.llm import LLM
 from quire.errors import PromptTooLong, RequestError
-from quire.models.checkpoint import locate
+from quire.models.checkpoints.checkpoint import locate
 from quire.sequences.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import quire
 
-BUNDLED = Path(quire.__file__).parent / "bundled"
+BUNDLED = Path(quire.__file__).parent / "models" / "bundled"
 # All commands in one interpreter, which starts once: none of them may have imported torch.
 SCRIPT = """
 import contextlib, io, json, sys

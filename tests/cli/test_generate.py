@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quire.cli.live_table import LiveTable, MemoryWatch, printable
 from quire.cli.main import main
+from quire.cli.terminal.live_table import LiveTable, MemoryWatch, printable
 from quire.engine.llm import LLM
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.sequences.params import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from quire.cli.main import main
-from quire.models.checkpoint import locate
+from quire.models.checkpoints.checkpoint import locate
 from tests.models.gguf.writer import write_gguf
 
 

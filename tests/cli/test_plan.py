@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 from quire.cli.main import main
 from quire.engine.llm import LLM
 from quire.errors import UnsupportedModel
-from quire.models.checkpoint import locate
+from quire.models.checkpoints.checkpoint import locate
 from quire.models.gguf.reader import GGUFFile
 from tests.cli.plans import MIB, planned, written
 from tests.conformance.checkpoints import save_checkpoint

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.hardware import HARDWARE
-from quire.bench.simulated_engine import engine_on_hardware
 from quire.cli.main import main
+from quire.measurement.bench.hardware import HARDWARE
+from quire.measurement.bench.simulated_engine import engine_on_hardware
 from tests.cli.plans import MIB, planned, written
 
 GPU = ("--device", "cuda", "--memory", "80G")

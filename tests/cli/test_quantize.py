@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.cli.main import main
+from quire.cli.quantization import compressed_tensors
+from quire.cli.quantization.paged_rows import run_sequences
 from quire.engine.llm import LLM
-from quire.models.checkpoint import Checkpoint, locate
-from quire.models.loading import load_decoder
-from quire.models.tensor_reader import TensorReader
-from quire.quantization import compressed_tensors
-from quire.quantization.paged_rows import run_sequences
-from quire.text.tokenizer import Tokenizer
+from quire.models.checkpoints.checkpoint import Checkpoint, locate
+from quire.models.checkpoints.tensor_reader import TensorReader
+from quire.models.loading.loading import load_decoder
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.conformance.checkpoints import save_checkpoint
 
 TEXT = "Once upon a time, a small fox lived alone in a sunny garden. The fox was very curious and liked to sing."

@@ -12,13 +12,13 @@ import pytest
 
 from quire.config.extras import EXTRAS, check_extra, importing_extra
 from quire.config.kv_events import KVEventsConfig
+from quire.distributed.kv_events.publisher import KVEventPublisher
+from quire.distributed.kv_events.wire import _msgpack
+from quire.distributed.kvstore.disk.lmdb_file import _import_lmdb
+from quire.distributed.kvstore.remote.redis_connection import import_redis
 from quire.errors import ConfigError
-from quire.kvevents.publisher import KVEventPublisher
-from quire.kvevents.subscriber import KVEventSubscriber
-from quire.kvevents.wire import _msgpack
-from quire.kvstore.lmdb_file import _import_lmdb
-from quire.kvstore.redis_connection import import_redis
-from quire.server.tracing import RequestTracer
+from quire.fleet.kv_events.subscriber import KVEventSubscriber
+from quire.server.state.tracing import RequestTracer
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 # Option -> what imports its packages.

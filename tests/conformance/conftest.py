@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from quire.models.checkpoint import locate
-from quire.text.tokenizer import Tokenizer
+from quire.models.checkpoints.checkpoint import locate
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.conformance.checkpoints import (
     EOS_TOKEN_ID,
     FAMILIES,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.async_engine import AsyncEngine
 from quire.memory import check
 from quire.scheduling.draft_branches import DraftBranches
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.sequence import Sequence
 from tests.conformance.checkpoints import NEW_TOKENS
 from tests.conformance.conftest import Reference

@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from quire.engine.async_engine import AsyncEngine
 from quire.errors import ConfigError
 from quire.memory import SlidingWindow, check
-from quire.models.checkpoint import locate
+from quire.models.checkpoints.checkpoint import locate
 from tests.conformance.checkpoints import NEW_TOKENS, save_checkpoint
 from tests.conformance.conftest import Reference
 from tests.conformance.test_histories import load, outputs_of

@@ -16,10 +16,10 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.memory import check
-from quire.models.checkpoint import locate
-from quire.models.decoder import Decoder
-from quire.ops.native_layers import NativeLayers
-from quire.ops.native_library import MAX_ROWS, find_library
+from quire.models.checkpoints.checkpoint import locate
+from quire.models.modules.decoder import Decoder
+from quire.ops.cpu.native_layers import NativeLayers
+from quire.ops.cpu.native_library import MAX_ROWS, find_library
 from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
 
 # Families of attention and gated perceptrons alone.

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.decoding.drafting import ModelDrafter
 from quire.errors import ConfigError
 from quire.memory import check
-from quire.models.checkpoint import Checkpoint, locate
+from quire.models.checkpoints.checkpoint import Checkpoint, locate
+from quire.sequences.decoding.drafting import ModelDrafter
 from quire.sequences.sequence import Sequence
 from quire.sequences.structured import StructuredOutputs
 from tests.conformance.checkpoints import (

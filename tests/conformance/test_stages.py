@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.stage_spec import most_stages
+from quire.models.specs.stage_spec import most_stages
 from tests.conformance.conftest import Reference, slow_or_exhaustive
 from tests.conformance.test_histories import load, outputs_of
 from tests.conformance.test_ranks import FIT_IN_CHUNKS, SMALLEST_POOL

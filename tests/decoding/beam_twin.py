@@ -1,4 +1,4 @@
-"""Beam search over plain lists: the slow twin of `quire.decoding.beams`, and every output there is."""
+"""Beam search over plain lists: the slow twin of `quire.sequences.decoding.beams`, and every output there is."""
 
 from __future__ import annotations
 

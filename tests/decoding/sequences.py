@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.decoding.strategies import SAMPLING
 from quire.memory.prefix.token_chain import Namespace, TokenChain, root_of
+from quire.sequences.decoding.strategies import SAMPLING
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence
 

@@ -8,7 +8,7 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.decoding.automaton import END, ROOT, SuffixAutomaton
+from quire.sequences.decoding.automaton import END, ROOT, SuffixAutomaton
 
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), max_size=6)
 

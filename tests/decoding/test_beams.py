@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.decoding import Append, BeamEdit, Drop, Finish, Fork, strategy_of
-from quire.decoding.beams import advance_beams, num_candidates
 from quire.memory import Namespace, TokenChain
 from quire.memory.prefix.token_chain import root_of
 from quire.sequences import FinishReason, Request, SamplingParams, Sequence
 from quire.sequences.beams import BeamSearch, Candidate
+from quire.sequences.decoding import Append, BeamEdit, Drop, Finish, Fork, strategy_of
+from quire.sequences.decoding.beams import advance_beams, num_candidates
 from tests.decoding.beam_twin import Found, Model, Rules, every_output
 from tests.decoding.beam_twin import search as search_slowly
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.decoding.lookup import NgramIndex, PromptLookup
-from quire.decoding.speculation import MARGIN, AdaptiveDrafter, branch_lengths
-from quire.decoding.suffixes import SuffixDrafter
+from quire.sequences.decoding.lookup import NgramIndex, PromptLookup
+from quire.sequences.decoding.speculation import MARGIN, AdaptiveDrafter, branch_lengths
+from quire.sequences.decoding.suffixes import SuffixDrafter
 from quire.sequences.sequence import Sequence
 from tests.decoding.sequences import sequence_of
 

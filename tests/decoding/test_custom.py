@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.decoding import Append, Drop, Edit, Fail, Finish, Fork, Truncate, strategy_of
-from quire.decoding.custom import CustomStrategy
 from quire.sequences import FinishReason, Sequence, SequenceStatus
+from quire.sequences.decoding import Append, Drop, Edit, Fail, Finish, Fork, Truncate, strategy_of
+from quire.sequences.decoding.custom import CustomStrategy
 from quire.sequences.params import MAX_N
 from tests.decoding.test_sampling import sequence_with
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.decoding.lookup import MAX_TRIES, NgramIndex
+from quire.sequences.decoding.lookup import MAX_TRIES, NgramIndex
 
 
 def longest_match(tokens: list[int], shortest: int, longest: int) -> tuple[int, int]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from quire.decoding import Append, Edit, Finish, Fork, Sampling, Truncate, end_of_tokens
 from quire.memory import Namespace, TokenChain
 from quire.memory.prefix.token_chain import root_of
 from quire.sequences import FinishReason, Request, SamplingParams, Sequence
+from quire.sequences.decoding import Append, Edit, Finish, Fork, Sampling, Truncate, end_of_tokens
 
 END = 9
 

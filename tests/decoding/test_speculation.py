@@ -8,8 +8,8 @@ from math import inf
 
 import pytest
 
-from quire.decoding.lookup import PromptLookup
-from quire.decoding.speculation import LONGEST_PAUSE, MARGIN, AdaptiveDrafter, best_depth
+from quire.sequences.decoding.lookup import PromptLookup
+from quire.sequences.decoding.speculation import LONGEST_PAUSE, MARGIN, AdaptiveDrafter, best_depth
 from quire.sequences.sequence import Sequence
 from tests.decoding.sequences import sequence_of
 

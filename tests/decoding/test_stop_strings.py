@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.decoding import StopStrings
+from quire.sequences.decoding import StopStrings
 
 letters = st.text(alphabet="ab", max_size=24)
 stops = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from quire.decoding.automaton import ROOT
-from quire.decoding.suffixes import REACH, OutputHistory, SuffixDrafter
 from quire.memory.prefix.token_chain import Namespace
+from quire.sequences.decoding.automaton import ROOT
+from quire.sequences.decoding.suffixes import REACH, OutputHistory, SuffixDrafter
 from tests.decoding.sequences import sequence_of
 
 SAID = [5, 9, 2, 7, 1, 8, 3, 6, 4]

@@ -64,7 +64,7 @@ def llm_of_threads(
         return leader
 
     try:
-        with patch("quire.engine.startup.loading.start", start):
+        with patch("quire.engine.startup.start.start", start):
             sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
             llm = LLM(model, **sizes, **{"num_threads": 1, "dtype": "float32", **options})
         vars(llm.engine.scheduler)["_digest_interval"] = 1

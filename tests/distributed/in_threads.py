@@ -12,7 +12,7 @@ import torch
 
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.shared_memory import SharedMemoryTransport, has_shared_memory, make_memory
-from quire.ops.native_library import NativeLibrary, find_library
+from quire.ops.cpu.native_library import NativeLibrary, find_library
 
 T = TypeVar("T")
 G = TypeVar("G", bound=RankGroup)

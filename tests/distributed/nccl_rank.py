@@ -8,7 +8,7 @@ import torch
 
 from quire.distributed.gloo import GlooTransport, dist
 from quire.distributed.nccl import WHOLE_BYTES, connect_nccl
-from quire.execution.step_capture import CudaCapture
+from quire.execution.capture.step_capture import CudaCapture
 
 SHAPES = ((1, 1), (3, 19), (WHOLE_BYTES // 2 // 500 + 1, 501))
 

@@ -24,10 +24,10 @@ from quire.distributed.rank_group import RankGroup
 from quire.distributed.rank_memory import RankMemory
 from quire.distributed.ranks import Ranks
 from quire.errors import ConfigError, RankFailed, WorkerError
-from quire.execution.build import build_runner
-from quire.execution.gpu_memory_profile import StepLimits, decode_items, plan_of, prefill_items, run_alone
-from quire.models.checkpoint import Checkpoint
-from quire.models.loading import load_decoder
+from quire.execution.profile.gpu_memory_profile import StepLimits, decode_items, plan_of, prefill_items, run_alone
+from quire.execution.runners.build import build_runner
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder
 from tests.distributed.in_threads import make_transports, run_ranks
 from tests.distributed.test_device_group import linked
 from tests.execution.test_runner import Tiny, tiny_qwen3

@@ -15,7 +15,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.errors import RankFailed
-from quire.execution.graph_runner import GraphRunner
+from quire.execution.runners.graph_runner import GraphRunner
 
 pytestmark = [
     pytest.mark.gpu,

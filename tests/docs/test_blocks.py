@@ -143,7 +143,7 @@ def test_the_commands_of_a_page_end_well(page: str, lines: list[list[str]], tmp_
 
 def prepare(folder: Path, page: str) -> None:
     """Put the files into a folder that the commands of a page read."""
-    bundled = ROOT / "src" / "quire" / "bundled"
+    bundled = ROOT / "src" / "quire" / "models" / "bundled"
     shutil.copytree(bundled, folder / "path" / "to" / "folder")
     for model in ("gemma-3-27b", "llama-3.1-8b"):
         (folder / model).mkdir()

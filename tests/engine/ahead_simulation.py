@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.decoding.drafting import UNKNOWN
 from quire.errors import WorkerError
-from quire.execution.async_executor import LaunchedStep
+from quire.execution.runners.async_executor import LaunchedStep
+from quire.measurement.simulation.replicas.executor import _OpenSequence
 from quire.memory.results import Tier
 from quire.memory.specs import KVCacheSpec
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan, StepResult
-from quire.simulation.executor import _OpenSequence
+from quire.sequences.decoding.drafting import UNKNOWN
 from tests.engine.failing import FailingSimulation
 
 NOTHING = StepResult(0, ())

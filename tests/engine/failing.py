@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.errors import WorkerError
-from quire.execution.async_executor import AsyncExecutor, LaunchedStep
-from quire.execution.block_copies import BlockCopier
-from quire.execution.executor import Executor
+from quire.execution.runners.async_executor import AsyncExecutor, LaunchedStep
+from quire.execution.runners.executor import Executor
+from quire.execution.step.block_copies import BlockCopier
+from quire.measurement.simulation.replicas.executor import SimulatedExecutor
 from quire.memory.results import BlockCopy, MemoryOps, StoredBlock
 from quire.scheduling.plan import StepPlan, StepResult
-from quire.simulation.executor import SimulatedExecutor
 
 # Failures in a row after which an engine ends.
 MOST_IN_A_ROW = 2

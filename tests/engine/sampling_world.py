@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from quire.decoding import Edit, Sampling
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter
 from quire.sequences import SamplingParams
+from quire.sequences.decoding import Edit, Sampling
 from quire.sequences.sequence import Sequence as TokenSequence
 
 SMALLEST, BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)

@@ -8,7 +8,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from benchmarks.grammar_delay import AMBIGUOUS
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.structured.grammar_state import TOO_SLOW
+from quire.text.structured.grammar_state import TOO_SLOW
 
 END_IDS = (1, 5)  # of the bundled model
 

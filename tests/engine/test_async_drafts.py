@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.decoding import speculation
-from quire.decoding.drafting import UNKNOWN, ModelDrafter
-from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.control import draft_costs
 from quire.engine.control.draft_costs import BASELINE_INTERVAL
 from quire.scheduling import async_scheduling
 from quire.scheduling.async_scheduling import DRAFT_INTERVAL, AsyncScheduler
 from quire.scheduling.plan import StepPlan
+from quire.sequences.decoding import speculation
+from quire.sequences.decoding.drafting import UNKNOWN, ModelDrafter
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.sequence import Sequence
 from tests.engine.test_async_scheduling import (
     MIXED,

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.async_engine import AsyncEngine
 from quire.memory.manager import KVCacheManager
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import CommandReplay, LoggedScheduler
 from quire.scheduling.plan import StepPlan
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from tests.distributed.engines import llm_of_threads
 from tests.engine.sampling_world import never_the_same
 from tests.engine.test_async_drafts import resting_drafts, short_rests

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
-from quire.decoding.speculation import AdaptiveDrafter
-from quire.decoding.stop import end_of_tokens
 from quire.engine.async_engine import AsyncEngine, StepInFlight
 from quire.errors import ConfigError
-from quire.execution.sampling.deferred_sampler import DeferredSampler
+from quire.execution.sampling.device.deferred_sampler import DeferredSampler
 from quire.memory import check
 from quire.memory.recording.replay import replay
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.plan import StepPlan
+from quire.sequences.decoding.speculation import AdaptiveDrafter
+from quire.sequences.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import FinishReason
 from tests.engine.ahead_simulation import AheadSimulation

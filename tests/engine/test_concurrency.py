@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.capacity.planner import plan_memory
-from quire.capacity.pool_sizing import memory_concurrency, num_kept_free, size_pool
-from quire.capacity.report import PlanRequest
 from quire.config import CACHE_DTYPES, EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.startup import loading
 from quire.errors import InvariantViolation
 from quire.memory import FullAttention, KVCacheSpec
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
-from quire.models.cache_layout import cache_specs
-from quire.models.checkpoint import read_config
+from quire.models.capacity.planner import plan_memory
+from quire.models.capacity.pool_sizing import memory_concurrency, num_kept_free, size_pool
+from quire.models.capacity.report import PlanRequest
+from quire.models.checkpoints.checkpoint import read_config
 from quire.models.families import build
-from quire.models.quantization_config import without_quantization
+from quire.models.families.quantization_config import without_quantization
+from quire.models.specs.cache_layout import cache_specs
 from quire.scheduling.plan import ItemResult, StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams

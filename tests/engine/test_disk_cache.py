@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.distributed.kvstore.arriving import ArrivingBytes
+from quire.distributed.kvstore.store_stats import StoreStats
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.kv.disk_prefetch import REFUSALS, SAVE_S
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError
-from quire.kvstore.arriving import ArrivingBytes
-from quire.kvstore.store_stats import StoreStats
 from quire.memory import check
 from quire.memory.results import Tier
 from tests.engine.test_record_memory import replayed
@@ -279,7 +279,7 @@ def have_blocks_arrive_late(monkeypatch: pytest.MonkeyPatch, late: Callable[[tor
     def to_save(row: torch.Tensor, tier: Tier) -> torch.Tensor | Callable[[], ArrivingBytes]:
         return partial(late, row) if tier is Tier.DEVICE else row
 
-    monkeypatch.setattr("quire.execution.block_copies.bytes_to_save", to_save)
+    monkeypatch.setattr("quire.execution.step.block_copies.bytes_to_save", to_save)
 
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through"])

@@ -12,9 +12,9 @@ import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.engine.startup.ends import find_ends
-from quire.models.checkpoint import Checkpoint, locate
-from quire.text.ends import EndToken
-from quire.text.tokenizer import Tokenizer
+from quire.models.checkpoints.checkpoint import Checkpoint, locate
+from quire.text.tokenizers.ends import EndToken
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.models.gguf.writer import f32, write_gguf
 
 MESSAGES = [{"role": "user", "content": "Where do penguins live?"}]

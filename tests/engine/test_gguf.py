@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Type
 
 from quire import LLM, SamplingParams
 from quire.errors import CheckpointError
-from quire.models.checkpoint import locate
+from quire.models.checkpoints.checkpoint import locate
 from tests.models.gguf.writer import f32, write_gguf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)

@@ -14,9 +14,9 @@ from quire.config import EngineConfig, StepCost
 from quire.engine.startup import model_facts
 from quire.engine.startup.gpu_dtype import dtype_for, dtype_on
 from quire.errors import ConfigError
-from quire.execution.captured_steps import CaptureOptions
-from quire.execution.gpu_graph_profile import GraphBytes, GraphMemory, NumGraphs, graph_bytes
-from quire.models.mtp import MTPHead
+from quire.execution.capture.captured_steps import CaptureOptions
+from quire.execution.profile.gpu_graph_profile import GraphBytes, GraphMemory, NumGraphs, graph_bytes
+from quire.models.modules.mtp import MTPHead
 
 BF16, FP16 = torch.bfloat16, torch.float16
 OLD, NEW = (7, 5), (8, 0)

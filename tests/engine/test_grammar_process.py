@@ -14,8 +14,8 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.engine.engine import Engine
 from quire.engine.startup import loading
-from quire.structured.grammar_process import GrammarProcess
-from quire.structured.state_table import LOST
+from quire.text.structured.grammar_process import GrammarProcess
+from quire.text.structured.state_table import LOST
 from tests.engine.bundled import load
 from tests.engine.structured_forms import CHOICES, WANTED
 from tests.engine.test_structured import STORY, run, twelve, wild

@@ -15,9 +15,9 @@ import pytest
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.distributed.kvstore.transfer.transfer_stats import TransferStats
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError, InvalidParameter, UnsupportedFeature
-from quire.kvstore.transfer_stats import TransferStats
 from quire.memory import check
 from tests.conformance.conftest import Reference, make_reference
 from tests.engine.test_disk_cache import have_blocks_arrive_late

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.distributed.kv_events.publisher import KVEventPublisher
 from quire.errors import ConfigError
-from quire.kvevents.publisher import KVEventPublisher
-from quire.memory.kv_events import AllBlocksCleared, BlockStored
-from quire.routing.shadow_tree import Scope, ShadowTree, encode
+from quire.fleet.routing.shadow_tree import Scope, ShadowTree
+from quire.memory.kv_events import AllBlocksCleared, BlockStored, encode
 from tests.kvevents.test_publisher import TIMEOUT_S, Client
 from tests.memory.test_kv_events import Consumer, published
 

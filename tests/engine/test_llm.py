@@ -15,7 +15,7 @@ from quire.engine.inputs.prompts import Prompt
 from quire.engine.outputs.outputs import RequestMetrics
 from quire.engine.startup import loading
 from quire.errors import ConfigError, InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
-from quire.execution.executor import Executor
+from quire.execution.runners.executor import Executor
 from quire.memory.results import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
 

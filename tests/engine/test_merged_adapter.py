@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, LoRARequest, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import CheckpointError, ConfigError, UnsupportedFeature
-from quire.ops.adapted_linear import AdaptedLinear
+from quire.ops.interface.adapted_linear import AdaptedLinear
 from tests.conformance.checkpoints import save_checkpoint
 from tests.models.adapters.folders import PREFIX, random_matrices, write_adapter
 

@@ -17,7 +17,7 @@ from quire.engine.startup.model_defaults import (
     GGUF_WINDOW,
     read_default_params,
 )
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 
 # Settings of methods that are off without another field.
 SETTINGS = {"xtc_threshold", "mirostat_tau", "mirostat_eta"}

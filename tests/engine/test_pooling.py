@@ -26,9 +26,9 @@ from quire.errors import (
     UnsupportedFeature,
     WorkerError,
 )
-from quire.models.checkpoint import Checkpoint, locate
-from quire.models.pooling_config import read_pooling
-from quire.models.spec import ModelSpec, RMSNorm
+from quire.models.checkpoints.checkpoint import Checkpoint, locate
+from quire.models.checkpoints.pooling_config import read_pooling
+from quire.models.specs.spec import ModelSpec, RMSNorm
 from quire.sequences.pooling import NO_SAMPLING, Pooling
 from tests.conformance.checkpoints import FAMILIES
 from tests.engine.test_llm import load

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.distributed.kvstore.remote.remote_stats import RemoteStats
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError
-from quire.kvstore.remote_stats import RemoteStats
 from quire.memory import check
 from tests.kvstore.servers import free_port, relay, server
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.decoding.speculation import AdaptiveDrafter
-from quire.decoding.strategies import SAMPLING
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.sequences.decoding.speculation import AdaptiveDrafter
+from quire.sequences.decoding.strategies import SAMPLING
 from tests.engine.test_metrics import samples
 
 PROMPTS = [

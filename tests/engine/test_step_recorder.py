@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from quire.decoding.lookup import PromptLookup
-from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.control.chunk_size import INITIAL_CHUNK_TOKENS
 from quire.engine.control.step_recorder import StepRecorder
 from quire.scheduling import ScheduledSequence, TransferRates
+from quire.sequences.decoding.lookup import PromptLookup
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from tests.scheduling.harness import Harness, Setting
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
-from quire.models.checkpoint import locate
+from quire.models.checkpoints.checkpoint import locate
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 PROMPTS = ["Once upon a time, a small fox", "Tom", "The old sailor had a boat, and every day he"]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.decoding import Append, Drop, Edit, Fail, Finish, Fork, Sampling, Truncate
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter
-from quire.execution.executor import Executor
+from quire.execution.runners.executor import Executor
 from quire.scheduling.plan import StepPlan, StepResult
 from quire.sequences import FinishReason
+from quire.sequences.decoding import Append, Drop, Edit, Fail, Finish, Fork, Sampling, Truncate
 from quire.sequences.sequence import Sequence as TokenSequence
 
 STORY = "Once upon a time, a small fox"

@@ -15,8 +15,8 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.execution import build
-from quire.execution.sampling.device_sampler import DeviceSampler
+from quire.execution.runners import build
+from quire.execution.sampling.device.device_sampler import DeviceSampler
 from quire.execution.sampling.sampler import Sampler
 from tests.engine.bundled import load
 from tests.engine.structured_forms import CHOICES, SCHEMA, WANTED, is_right

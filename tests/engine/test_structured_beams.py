@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.structured.grammar_setup import CompiledGrammars
+from quire.text.structured.grammar_setup import CompiledGrammars
 from tests.engine.bundled import load
 from tests.engine.structured_forms import WANTED
 from tests.engine.test_structured import STORY, run

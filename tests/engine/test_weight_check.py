@@ -15,7 +15,7 @@ from quire.config import ModelConfig, ParallelConfig
 from quire.config.probed import Machine
 from quire.engine.startup import loading, weight_check
 from quire.engine.startup.weight_check import check_weights
-from quire.models.checkpoint import Checkpoint, locate
+from quire.models.checkpoints.checkpoint import Checkpoint, locate
 from tests.conformance.checkpoints import save_checkpoint
 from tests.models.gguf.writer import write_gguf
 

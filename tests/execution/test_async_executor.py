@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from quire.errors import WorkerError
-from quire.execution.async_executor import AsyncExecutor
-from quire.execution.deferred_tokens import DeferredTokens
+from quire.execution.device_tokens.deferred_tokens import DeferredTokens
+from quire.execution.runners.async_executor import AsyncExecutor
 from quire.memory.results import NO_OPS
 from quire.scheduling.plan import StepPlan, StepResult
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import quire.execution.batch
-from quire.execution.batch import BatchBuilder, end_rows
-from quire.execution.row_layout import layout_kernels
+import quire.execution.step.batch
+from quire.execution.step.batch import BatchBuilder, end_rows
+from quire.execution.step.row_layout import layout_kernels
 from quire.memory.results import NO_OPS
-from quire.models.spec import StateCacheShape, TokenCacheShape
-from quire.ops.interface import AttentionBatch, StateBatch
+from quire.models.specs.spec import StateCacheShape, TokenCacheShape
+from quire.ops.interface.ops import AttentionBatch, StateBatch
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
@@ -29,7 +29,7 @@ def _layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param and layout_kernels() is None:
         pytest.skip("there is no compiled code")
     if not request.param:
-        monkeypatch.setattr(quire.execution.batch, "layout_kernels", lambda: None)
+        monkeypatch.setattr(quire.execution.step.batch, "layout_kernels", lambda: None)
 
 
 def item(seq_id: int, start: int, token_ids: list[int], *deltas: TableDelta, is_new: bool = False) -> ScheduledSequence:

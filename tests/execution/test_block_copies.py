@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.execution.block_copies import BlockCopier
-from quire.execution.kv_storage import KVStorage
+from quire.execution.step.block_copies import BlockCopier
+from quire.execution.step.kv_storage import KVStorage
 from quire.memory.results import BlockCopy, Tier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from quire.decoding.drafting import UNKNOWN
-from quire.execution.deferred_tokens import DeferredTokens
-from quire.execution.sampling.deferred_sampler import DeferredSampler
-from quire.execution.sampling.device_draws import topk_in_order, uniform_numbers
-from quire.execution.sampling.device_sampler import DeviceSampler
+from quire.execution.capture.tape_capture import WAITING
+from quire.execution.device_tokens.deferred_tokens import DeferredTokens
+from quire.execution.sampling.device.deferred_sampler import DeferredSampler
+from quire.execution.sampling.device.device_draws import topk_in_order, uniform_numbers
+from quire.execution.sampling.device.device_sampler import DeviceSampler
 from quire.execution.sampling.row_order import stable_topk
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.sampling import uniform
-from quire.execution.tape_capture import WAITING
 from quire.memory.results import NO_OPS
-from quire.ops.torch_rows import apply_token_bitmask
+from quire.ops.pytorch.torch_rows import apply_token_bitmask
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
+from quire.sequences.decoding.drafting import UNKNOWN
 from quire.sequences.params import SamplingParams
 
 CPU = torch.device("cpu")

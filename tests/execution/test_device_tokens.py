@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.decoding.drafting import UNKNOWN
-from quire.execution.batch import BlockTable
-from quire.execution.device_tokens import DeviceDrafts, DeviceTokens, DraftingBatchBuilder
-from quire.models.spec import TokenCacheShape
+from quire.execution.device_tokens.device_tokens import DeviceDrafts, DeviceTokens, DraftingBatchBuilder
+from quire.execution.step.batch import BlockTable
+from quire.models.specs.spec import TokenCacheShape
 from quire.scheduling.plan import ScheduledSequence, TableDelta
+from quire.sequences.decoding.drafting import UNKNOWN
 
 PROMPTS = ["The keeper of the lighthouse", "Once upon a time there was", "A small boat"]
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.execution.sampling import row_sampling, verification
-from quire.execution.sampling.device_sampler import DeviceSampler
+from quire.execution.sampling.device.device_sampler import DeviceSampler
 from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.sampling import uniform

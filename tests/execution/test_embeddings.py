@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.execution.embeddings import MultimodalEmbeddings
+from quire.execution.step.embeddings import MultimodalEmbeddings
 from quire.memory.prefix.prompt_embeddings import MediaSpan
 from quire.memory.results import NO_OPS
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan

@@ -9,8 +9,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.config import StepCost
-from quire.execution.build import build_runner
-from quire.execution.gpu_memory_profile import (
+from quire.execution.profile.gpu_memory_profile import (
     CONTEXTS,
     Items,
     StepLimits,
@@ -20,8 +19,9 @@ from quire.execution.gpu_memory_profile import (
     prefill_items,
     step_cost,
 )
-from quire.models.checkpoint import Checkpoint
-from quire.models.loading import load_decoder
+from quire.execution.runners.build import build_runner
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder
 from tests.execution.test_runner import Tiny, tiny_qwen3
 
 LIMITS = StepLimits(max_num_seqs=4, max_num_batched_tokens=50, max_model_len=32, block_size=4)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from quire.config import CACHE_DTYPES
-from quire.execution.block_copies import BlockCopier
-from quire.execution.kv_storage import STORED, KVStorage, StateStorage, make_storages
+from quire.execution.step.block_copies import BlockCopier
+from quire.execution.step.kv_storage import STORED, KVStorage, StateStorage, make_storages
 from quire.memory import FullAttention
 from quire.memory.results import BlockCopy
-from quire.models.cache_layout import state_bytes
-from quire.models.spec import LayerGroup, StateCacheShape, TokenCacheShape
+from quire.models.specs.cache_layout import state_bytes
+from quire.models.specs.spec import LayerGroup, StateCacheShape, TokenCacheShape
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from quire.execution.batch import BlockTable
-from quire.execution.laid_tables import LaidTables
+from quire.execution.capture.laid_tables import LaidTables
+from quire.execution.step.batch import BlockTable
 from quire.memory.results import TableDelta
-from quire.ops.static_steps import StaticMemory
+from quire.ops.interface.static_steps import StaticMemory
 
 
 def change(rng: random.Random, tables: list[BlockTable]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.execution.pinned import pinned_bytes
+from quire.execution.step.pinned import pinned_bytes
 
 NUM_BYTES = 100_001
 

@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from quire.errors import WorkerError
-from quire.execution.build import build_runner
-from quire.execution.runner import InProcessExecutor, ModelRunner
+from quire.execution.runners.build import build_runner
+from quire.execution.runners.runner import InProcessExecutor, ModelRunner
 from quire.execution.sampling.logprobs import TILE_BYTES, rows_per_tile
 from quire.memory.results import NO_OPS, BlockCopy, MemoryOps
-from quire.models.checkpoint import Checkpoint
-from quire.models.loading import load_decoder
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.logprobs import TokenLogprobs
 from quire.sequences.params import SamplingParams

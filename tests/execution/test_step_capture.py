@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.execution.step_capture import CudaCapture
+from quire.execution.capture.step_capture import CudaCapture
 
 
 class _Device:

@@ -23,10 +23,10 @@ TEXTS = ("Hello, world! It's 2024; 12345 <|end|> \u4f60\u597d e\u0301 \U0001f600
 
 def plan(folder: str) -> None:
     """Plan the memory of a checkpoint's model, from its configuration alone."""
-    from quire.capacity.planner import plan_memory
-    from quire.capacity.report import PlanRequest
     from quire.config import EngineConfig
     from quire.errors import QuireError
+    from quire.models.capacity.planner import plan_memory
+    from quire.models.capacity.report import PlanRequest
 
     config = EngineConfig.from_options(model=folder)
     with suppress(QuireError):
@@ -89,10 +89,10 @@ def in_a_process(folder: str) -> dict[str, object]:
 
 def main() -> None:
     """Serve attempts until there are no more."""
-    import quire.capacity.planner
     import quire.engine.llm
-    import quire.ops.native_ops  # noqa: F401
-    from quire.text.rendering import Renderer
+    import quire.models.capacity.planner
+    import quire.ops.cpu.native_ops  # noqa: F401
+    from quire.text.chat.rendering import Renderer
 
     # Bombs in templates shall not take the tests as long as they may take a server.
     defaults = Renderer.__init__.__kwdefaults__

@@ -12,13 +12,13 @@ import pytest
 import zmq
 
 from quire.config import KVEventsConfig
+from quire.distributed.kv_events.publisher import END_OF_REPLAY, KVEventPublisher
+from quire.distributed.kv_events.wire import decode_batch
 from quire.errors import ConfigError
-from quire.kvevents.publisher import END_OF_REPLAY, KVEventPublisher
-from quire.kvevents.subscriber import KVEventSubscriber
-from quire.kvevents.wire import decode_batch
+from quire.fleet.kv_events.subscriber import KVEventSubscriber
+from quire.fleet.routing.feed import FeedState
+from quire.fleet.routing.router import Router
 from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, KVEvent, KVEventCollector
-from quire.routing.feed import FeedState
-from quire.routing.router import Router
 from tests.memory.million import random_world
 from tests.memory.test_kv_events import Consumer, published
 from tests.memory.walk import random_walk

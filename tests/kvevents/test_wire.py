@@ -19,9 +19,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.kvevents.wire import EventBatch, InvalidKVEvents, decode_batch, encode_batch
-from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from quire.routing.shadow_tree import encode
+from quire.distributed.kv_events.wire import EventBatch, InvalidKVEvents, decode_batch, encode_batch
+from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, encode
 
 STORED = BlockStored((7,), None, encode([1, 2]), 2, "GPU")
 EVENTS: list[KVEvent] = [STORED, BlockRemoved((7,), "GPU"), AllBlocksCleared()]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quire.distributed.kvstore.disk.folder import StoreFolder
+from quire.distributed.kvstore.prefix_store import PrefixStore
 from quire.errors import ConfigError
-from quire.kvstore.folder import StoreFolder
-from quire.kvstore.prefix_store import PrefixStore
 from quire.memory.results import StoredBlock
 
 PAYLOAD_BYTES = 20_000

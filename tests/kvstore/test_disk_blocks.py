@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kvstore.block_store import TieredStore
-from quire.kvstore.disk_blocks import DiskBlocks
-from quire.kvstore.exports import ExportTable
-from quire.kvstore.prefix_store import PrefixStore
-from quire.kvstore.record import record_key, unpack
+from quire.distributed.kvstore.block_store import TieredStore
+from quire.distributed.kvstore.disk_blocks import DiskBlocks
+from quire.distributed.kvstore.exports import ExportTable
+from quire.distributed.kvstore.prefix_store import PrefixStore
+from quire.distributed.kvstore.record import record_key, unpack
 from tests.kvstore.stores import PAYLOAD_BYTES, found, make_block, open_store, payload_of
 
 IDENTITY = b"a" * 16
@@ -131,7 +131,7 @@ def test_a_row_of_the_host_is_saved_before_it_is_written_over(disk: DiskBlocks, 
 def test_no_more_bytes_are_on_their_way_than_the_limit(
     disk: DiskBlocks, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.kvstore.disk_blocks.MOST_ARRIVING_BYTES", 2 * PAYLOAD_BYTES)
+    monkeypatch.setattr("quire.distributed.kvstore.disk_blocks.MOST_ARRIVING_BYTES", 2 * PAYLOAD_BYTES)
     begun: list[int] = []
 
     def saved_later(number: int) -> LateBytes:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.kvstore.exports import ExportTable
-from quire.kvstore.record import record_key, unpack
+from quire.distributed.kvstore.exports import ExportTable
+from quire.distributed.kvstore.record import record_key, unpack
 from tests.kvstore.stores import PAYLOAD_BYTES, make_block, payload_of
 from tests.kvstore.test_disk_blocks import LateBytes
 
@@ -107,7 +107,7 @@ def test_a_record_without_memory_costs_itself_only(
         monkeypatch.undo()
         raise MemoryError
 
-    monkeypatch.setattr("quire.kvstore.exports.pack", fails)
+    monkeypatch.setattr("quire.distributed.kvstore.exports.pack", fails)
     for number in range(2):
         arriving(exports, number)
     assert is_whole(exports.get(KEYS[1]), 1)

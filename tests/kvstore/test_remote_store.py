@@ -9,11 +9,11 @@ from time import monotonic
 import pytest
 
 from quire.config.store_url import client_url, shown_url
+from quire.distributed.kvstore.circuit_breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_FAILURES, CircuitBreaker
+from quire.distributed.kvstore.record import record_key, unpack
+from quire.distributed.kvstore.remote.remote_store import RemoteSettings, RemoteStore
+from quire.distributed.kvstore.source_pool import Inquiry
 from quire.errors import ConfigError
-from quire.kvstore.circuit_breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_FAILURES, CircuitBreaker
-from quire.kvstore.record import record_key, unpack
-from quire.kvstore.remote_store import RemoteSettings, RemoteStore
-from quire.kvstore.source_pool import Inquiry
 from tests.kvstore.servers import Answer, Server, free_port, relay, server
 from tests.kvstore.stores import PAYLOAD_BYTES, make_block, payload_of
 

@@ -13,12 +13,20 @@ from typing import Any
 import pytest
 
 from quire.config.kv_transfer import KVTransferConfig, read_kv_transfer
+from quire.distributed.kvstore.exports import ExportTable
+from quire.distributed.kvstore.record import record_bytes, record_key, unpack
+from quire.distributed.kvstore.transfer.peers import PeerAddress, PeerConnection, Peers
+from quire.distributed.kvstore.transfer.transfer_server import MOST_CONNECTIONS, TransferServer
+from quire.distributed.kvstore.transfer.transfer_wire import (
+    GREETING,
+    MOST_KEYS,
+    PROOF_BYTES,
+    READ,
+    REQUEST,
+    WHICH,
+    TransferError,
+)
 from quire.errors import ConfigError
-from quire.kvstore.exports import ExportTable
-from quire.kvstore.peers import PeerAddress, PeerConnection, Peers
-from quire.kvstore.record import record_bytes, record_key, unpack
-from quire.kvstore.transfer_server import MOST_CONNECTIONS, TransferServer
-from quire.kvstore.transfer_wire import GREETING, MOST_KEYS, PROOF_BYTES, READ, REQUEST, WHICH, TransferError
 from tests.kvstore.servers import Answer, relay
 from tests.kvstore.stores import PAYLOAD_BYTES, make_block, payload_of
 from tests.waiting import wait_for

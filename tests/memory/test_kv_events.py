@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from quire.fleet.routing.shadow_tree import Scope, ShadowTree, bit_of
 from quire.memory import FullAttention, KVCacheManager, MediaSpan, Namespace
 from quire.memory.kv_events import (
     MEDIA,
@@ -14,11 +15,11 @@ from quire.memory.kv_events import (
     BlockStored,
     KVEvent,
     KVEventCollector,
+    encode,
     hash_of,
 )
 from quire.memory.prefix.token_chain import TOKEN_BYTES
 from quire.memory.results import Tier
-from quire.routing.shadow_tree import Scope, ShadowTree, bit_of, encode
 from tests.memory.million import random_world
 from tests.memory.walk import random_walk
 from tests.memory.world import World

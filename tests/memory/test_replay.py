@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.errors import LogError
+from quire.measurement.simulation.replicas.executor import SimulatedExecutor
 from quire.memory import (
     ChunkedLocal,
     FullAttention,
@@ -26,7 +27,6 @@ from quire.memory.recording.replay import Report, replay
 from quire.memory.recording.settings import MemorySettings
 from quire.scheduling import Scheduler
 from quire.sequences import Request, SamplingParams
-from quire.simulation.executor import SimulatedExecutor
 from tests.memory.recorded_walk import SIZE, walk
 
 FULL = FullAttention(block_size=SIZE)

@@ -17,10 +17,10 @@ from transformers import (
 
 from quire.config import CACHE_DTYPES
 from quire.memory import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
-from quire.models.cache_layout import cache_specs
 from quire.models.families import build
-from quire.models.quantization_config import without_quantization
-from quire.models.spec import Attention, LayerSpec
+from quire.models.families.quantization_config import without_quantization
+from quire.models.specs.cache_layout import cache_specs
+from quire.models.specs.spec import Attention, LayerSpec
 from tests.models.published import CONFIGS
 
 KIB = 1 << 10

@@ -14,8 +14,8 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import save_file
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.checkpoint import BUNDLED, HUB_FILES, HUB_IGNORED, Checkpoint, locate, read_config
-from quire.models.loading import load_decoder
+from quire.models.checkpoints.checkpoint import BUNDLED, HUB_FILES, HUB_IGNORED, Checkpoint, locate, read_config
+from quire.models.loading.loading import load_decoder
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
 CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "eos_token_id": 2}
@@ -289,7 +289,7 @@ def test_code_in_a_checkpoint_is_never_run(folder: Path) -> None:
 def test_bundled_names_the_model_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "quire"
     (package / "bundled").mkdir(parents=True)
-    monkeypatch.setattr("importlib.resources.files", lambda name: {"quire": package}[name])
+    monkeypatch.setattr("importlib.resources.files", lambda name: {"quire.models": package}[name])
     with pytest.raises(CheckpointError, match="no bundled model"):
         locate(BUNDLED)
     write_json(package / "bundled" / "config.json", CONFIG)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quire.errors import CheckpointError
-from quire.models.decoder import Decoder
-from quire.models.rotations import Rope, Temperature
-from quire.models.spec import (
+from quire.models.modules.decoder import Decoder
+from quire.models.specs.rotations import Rope, Temperature
+from quire.models.specs.spec import (
     Attention,
     GatedDeltaNet,
     GatedMLP,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.models.determinism import hindrances
-from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, RMSNorm, ShortConv
+from quire.models.modules.determinism import hindrances
+from quire.models.specs.spec import Attention, Experts, GatedMLP, LayerSpec, RMSNorm, ShortConv
 
 ATTENTION = Attention(num_heads=4, num_kv_heads=2, head_dim=64, rope=None, window=20)
 LAYER = LayerSpec(norm=RMSNorm(1e-5), mixer=ATTENTION, ffn=GatedMLP(96), post_norm=RMSNorm(1e-5))

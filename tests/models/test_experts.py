@@ -14,16 +14,16 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.checkpoint import Checkpoint
-from quire.models.experts import ExpertsBlock
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.loading import load_decoder
-from quire.models.norms import Norm
-from quire.models.projections import ResidualAdd
-from quire.models.spec import Experts, GatedMLP, ModelSpec, RMSNorm
-from quire.ops.interface import Activation, Linear
-from quire.ops.quantized_weight import StoredWeight
-from quire.ops.torch_ops import TorchOps
+from quire.models.loading.loading import load_decoder
+from quire.models.modules.experts import ExpertsBlock
+from quire.models.modules.norms import Norm
+from quire.models.modules.projections import ResidualAdd
+from quire.models.specs.spec import Experts, GatedMLP, ModelSpec, RMSNorm
+from quire.ops.interface.ops import Activation, Linear
+from quire.ops.interface.quantized_weight import StoredWeight
+from quire.ops.pytorch.torch_ops import TorchOps
 from tests.models.published import CONFIGS, rope_parameter
 from tests.models.stored_tensors import stored_buffers
 from tests.models.test_conformance import assert_same

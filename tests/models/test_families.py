@@ -11,9 +11,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.families import FAMILIES, build
-from quire.models.frequencies import inverse_frequencies
-from quire.models.rotations import LinearScaling, Llama3Scaling, Rope
-from quire.models.spec import ModelSpec
+from quire.models.specs.frequencies import inverse_frequencies
+from quire.models.specs.rotations import LinearScaling, Llama3Scaling, Rope
+from quire.models.specs.spec import ModelSpec
 from tests.models.tiny import LLAMA3_ROPE, YARN_ROPE
 
 LLAMA: dict[str, Any] = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.models.checkpoint import Checkpoint, locate
-from quire.models.fingerprint import fingerprint
+from quire.models.checkpoints.checkpoint import Checkpoint, locate
+from quire.models.loading.fingerprint import fingerprint
 
 LAYOUT = ["bfloat16", "16 tokens"]
 

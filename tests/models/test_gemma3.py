@@ -9,13 +9,13 @@ import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
-from quire.models.loading import load_decoder
-from quire.models.norms import Norm
-from quire.models.spec import ModelSpec, RMSNorm
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.norms import Norm
+from quire.models.specs.spec import ModelSpec, RMSNorm
 from quire.ops import make_ops
-from quire.ops.reference import ReferenceOps
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import SHAPE, PagedRun, random_tokens, reference_logits
 

@@ -12,14 +12,14 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4Tex
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.loading import load_decoder
-from quire.models.norms import Norm
-from quire.models.per_layer_inputs import PerLayerEmbedding
-from quire.models.rotations import ProportionalScaling, Rope
-from quire.models.spec import LayerGroup, ModelSpec, RMSNorm, TokenCacheShape
-from quire.ops.reference import ReferenceOps
+from quire.models.loading.loading import load_decoder
+from quire.models.modules.norms import Norm
+from quire.models.modules.per_layer_inputs import PerLayerEmbedding
+from quire.models.specs.rotations import ProportionalScaling, Rope
+from quire.models.specs.spec import LayerGroup, ModelSpec, RMSNorm, TokenCacheShape
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, make_tiny, random_tokens, reference_logits
 

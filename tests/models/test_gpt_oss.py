@@ -12,19 +12,19 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.bench.exact_ops import ExactOps
 from quire.cli.main import main
 from quire.errors import CheckpointError, ConfigError, UnsupportedModel
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
+from quire.measurement.bench.exact_ops import ExactOps
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.families.expert_layout import BLOCK_EXPERTS
-from quire.models.inspection import inspect
-from quire.models.loading import load_decoder
-from quire.models.quantization_config import without_quantization
-from quire.models.rotations import YarnScaling
-from quire.models.spec import Attention, Experts, ModelSpec
-from quire.models.weights import load_weights
+from quire.models.families.quantization_config import without_quantization
+from quire.models.loading.inspection import inspect
+from quire.models.loading.loading import load_decoder
+from quire.models.loading.weights import load_weights
+from quire.models.modules.decoder import Decoder
+from quire.models.specs.rotations import YarnScaling
+from quire.models.specs.spec import Attention, Experts, ModelSpec
 from tests.models.gguf.test_models import CPU
 from tests.models.gguf.writer import write_gguf
 from tests.models.published import CONFIGS

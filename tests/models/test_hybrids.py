@@ -10,10 +10,10 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from quire.config import CACHE_DTYPES
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.cache_layout import cache_specs
 from quire.models.families import build
-from quire.models.rotations import Rope
-from quire.models.spec import Attention, Mamba2, ModelSpec, ShortConv
+from quire.models.specs.cache_layout import cache_specs
+from quire.models.specs.rotations import Rope
+from quire.models.specs.spec import Attention, Mamba2, ModelSpec, ShortConv
 from tests.models.published import CONFIGS, rope_parameter
 
 LFM2 = {"architectures": ["Lfm2ForCausalLM"]}

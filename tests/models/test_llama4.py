@@ -11,14 +11,14 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4Tex
 from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding, apply_rotary_emb
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.head_order import turning_order
-from quire.models.loading import load_decoder
-from quire.models.rope import RotaryEmbedding, query_scales
-from quire.models.rotations import Llama3Scaling, Rope, Temperature
-from quire.models.spec import Attention, Experts, GatedMLP, ModelSpec, RMSNorm
-from quire.ops.reference import rotary
+from quire.models.loading.loading import load_decoder
+from quire.models.modules.rope import RotaryEmbedding, query_scales
+from quire.models.specs.head_order import turning_order
+from quire.models.specs.rotations import Llama3Scaling, Rope, Temperature
+from quire.models.specs.spec import Attention, Experts, GatedMLP, ModelSpec, RMSNorm
+from quire.ops.reference.reference_ops import rotary
 from tests.models.published import CONFIGS, rope_parameter
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits

@@ -15,13 +15,13 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quire.cli.quantization.paged_rows import run_sequences
+from quire.cli.quantization.quantize import QuantizeOptions, quantize
 from quire.config import Quantization
-from quire.models.checkpoint import Checkpoint
-from quire.models.loading import load_decoder
-from quire.ops.interface import Ops
-from quire.ops.native_library import find_library
-from quire.quantization.paged_rows import run_sequences
-from quire.quantization.quantize import QuantizeOptions, quantize
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder
+from quire.ops.cpu.native_library import find_library
+from quire.ops.interface.ops import Ops
 from tests.engine.test_stored_quantization import METHODS, is_linear
 from tests.models.gguf.writer import write_gguf
 from tests.models.outliers import save_outliers

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.models.decoder import Decoder
 from quire.models.families import build
-from quire.models.spec import GatedMLP, LayerSpec, ModelSpec, Parallel
+from quire.models.modules.decoder import Decoder
+from quire.models.specs.spec import GatedMLP, LayerSpec, ModelSpec, Parallel
 from quire.ops import make_ops
-from quire.ops.interface import Linear, Ops
+from quire.ops.interface.ops import Linear, Ops
 from tests.models.stored_tensors import stored_tensors
 from tests.models.test_conformance import assert_same
 from tests.models.test_decoder import LARGE, NORM, SMALL

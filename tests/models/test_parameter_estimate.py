@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
-from quire.models.checkpoint import read_config
-from quire.models.decoder import Decoder
+from quire.models.checkpoints.checkpoint import read_config
 from quire.models.families import build
-from quire.models.parameter_estimate import Matrix, estimate_parameters, triton_bytes
-from quire.models.quantization_config import without_quantization
-from quire.ops.interface import Activation, Linear
-from quire.ops.quantized_weight import QuantizedWeight, StoredWeight
-from quire.ops.rounded_weights import round_weight
-from quire.ops.torch_ops import TorchOps
-from quire.ops.weight_formats import weight_format
+from quire.models.families.quantization_config import without_quantization
+from quire.models.modules.decoder import Decoder
+from quire.models.specs.parameter_estimate import Matrix, estimate_parameters, triton_bytes
+from quire.ops.interface.ops import Activation, Linear
+from quire.ops.interface.quantized_weight import QuantizedWeight, StoredWeight
+from quire.ops.interface.weight_formats import weight_format
+from quire.ops.pytorch.rounded_weights import round_weight
+from quire.ops.pytorch.torch_ops import TorchOps
 from tests.models.published import CONFIGS
 from tests.models.tiny import CASES, make_tiny
 

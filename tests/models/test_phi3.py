@@ -13,12 +13,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire import LLM, SamplingParams
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.frequencies import inverse_frequencies
-from quire.models.loading import load_decoder
-from quire.models.rotations import LongRopeScaling, Rope
-from quire.models.spec import ModelSpec
+from quire.models.loading.loading import load_decoder
+from quire.models.specs.frequencies import inverse_frequencies
+from quire.models.specs.rotations import LongRopeScaling, Rope
+from quire.models.specs.spec import ModelSpec
 from tests.models.published import CONFIGS
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
-from quire.models.decoder import Decoder
 from quire.models.families import build
+from quire.models.modules.decoder import Decoder
 from quire.ops import make_ops
-from quire.ops.interface import Activation, Linear, Ops
-from quire.ops.quantized_weight import StoredWeight
-from quire.ops.reference import ReferenceLinear, ReferenceOps
-from quire.ops.reference_quantised import ReferenceQuantisedLinear
+from quire.ops.interface.ops import Activation, Linear, Ops
+from quire.ops.interface.quantized_weight import StoredWeight
+from quire.ops.reference.reference_ops import ReferenceLinear, ReferenceOps
+from quire.ops.reference.reference_quantised import ReferenceQuantisedLinear
 from tests.models.tiny import PagedRun, fill, make_tiny
 
 CPU = torch.device("cpu")

@@ -12,15 +12,15 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding, apply_rotary_pos_emb
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.head_order import turning_order
-from quire.models.loading import load_decoder
-from quire.models.rope import RotaryEmbedding
-from quire.models.rotations import Rope, YarnScaling
-from quire.models.spec import Attention, GatedDeltaNet, ModelSpec, RMSNorm
-from quire.ops.reference import rotary
-from quire.ops.torch_states import CHUNK_ROWS
+from quire.models.loading.loading import load_decoder
+from quire.models.modules.rope import RotaryEmbedding
+from quire.models.specs.head_order import turning_order
+from quire.models.specs.rotations import Rope, YarnScaling
+from quire.models.specs.spec import Attention, GatedDeltaNet, ModelSpec, RMSNorm
+from quire.ops.pytorch.torch_states import CHUNK_ROWS
+from quire.ops.reference.reference_ops import rotary
 from tests.models.published import CONFIGS, rope_parameter
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits

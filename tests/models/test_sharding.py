@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from quire.cli.quantization.quantize import QuantizeOptions, quantize
 from quire.distributed.rank_group import RankGroup
 from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.loading import load_decoder
-from quire.models.sharding import Share, shard_spec, splits_of
-from quire.models.spec import Attention, LayerSpec
-from quire.quantization.quantize import QuantizeOptions, quantize
+from quire.models.loading.loading import load_decoder
+from quire.models.modules.decoder import Decoder
+from quire.models.specs.sharding import Share, shard_spec, splits_of
+from quire.models.specs.spec import Attention, LayerSpec
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
 from tests.distributed.in_threads import run_ranks
 from tests.models.tiny import PagedRun, random_tokens
@@ -230,7 +230,7 @@ def test_stored_quantised_weights_are_divided_between_groups(
         out = tmp_path / "out.gguf"
     quantize(model, out, QuantizeOptions(form, method="rounded"))
     # Float32 sums of ranks differ in the last bits, which may decide between two codes of int8: without these, no more.
-    monkeypatch.setattr("quire.ops.torch_quantised.rounded_rows", lambda rows, _: rows)
+    monkeypatch.setattr("quire.ops.pytorch.torch_quantised.rounded_rows", lambda rows, _: rows)
     assert_near(ranked_steps(out, 2, kernels="torch"), whole_steps(out, kernels="torch"), 3e-5)
 
 

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import CheckpointError, ConfigError
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
-from quire.models.loading import load_decoder
-from quire.models.sizes import check_sizes
-from quire.models.stored_tensor import StoredTensor
-from quire.models.weights import check_finite
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder
+from quire.models.loading.sizes import check_sizes
+from quire.models.loading.weights import check_finite
+from quire.models.modules.decoder import Decoder
+from quire.models.tensors.stored_tensor import StoredTensor
 from tests.models.stored_tensors import stored_tensors
 from tests.models.tiny import CASES, make_tiny
 from tests.server import checkpoint

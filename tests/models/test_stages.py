@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from quire.cli.quantization.quantize import QuantizeOptions, quantize
 from quire.distributed.pipeline import PipelineGroup
 from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.loading import load_decoder
-from quire.models.parameter_estimate import layer_parameters
-from quire.models.sharding import Share, splits_of
-from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm
-from quire.models.stage_spec import ELSEWHERE, divide, most_stages, stage_spec, stage_weights
-from quire.models.stages import StageDecoder
-from quire.quantization.quantize import QuantizeOptions, quantize
+from quire.models.loading.loading import load_decoder
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.stages import StageDecoder
+from quire.models.specs.parameter_estimate import layer_parameters
+from quire.models.specs.sharding import Share, splits_of
+from quire.models.specs.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm
+from quire.models.specs.stage_spec import ELSEWHERE, divide, most_stages, stage_spec, stage_weights
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
 from tests.conformance.conftest import slow_or_exhaustive
 from tests.distributed.in_threads import run_groups

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from quire.errors import CheckpointError
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.weight_slots import WeightTable
-from quire.models.weights import choose_dtype, load_weights
+from quire.models.loading.weights import choose_dtype, load_weights
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.weight_slots import WeightTable
 from quire.ops import make_ops
-from quire.ops.quantized_weight import StoredWeight
+from quire.ops.interface.quantized_weight import StoredWeight
 
 CPU = torch.device("cpu")
 MAPS = Path("/proc/self/maps")

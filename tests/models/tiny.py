@@ -27,15 +27,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from quire.execution.batch import BatchBuilder
-from quire.execution.kv_storage import make_storages
+from quire.execution.step.batch import BatchBuilder
+from quire.execution.step.kv_storage import make_storages
 from quire.memory.results import NO_OPS
-from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.models.families.expert_layout import LINEAR_EXPERTS, has_linear_experts
-from quire.models.spec import StateCacheShape, TokenCacheShape, WeightMap
+from quire.models.modules.decoder import Decoder
+from quire.models.specs.spec import StateCacheShape, TokenCacheShape, WeightMap
 from quire.ops import make_ops
-from quire.ops.lora import LoraRows
+from quire.ops.interface.lora import LoraRows
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA_CASES, PHI3_CASES, QWEN3_5_CASES

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.decoding import Append, Fork, beams
 from quire.memory import KVCacheManager
 from quire.scheduling import Scheduler, beam_groups
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.registry import SequenceRegistry
 from quire.sequences import FinishReason, Request, Sequence
+from quire.sequences.decoding import Append, Fork, beams
 from tests.memory.checkers import audited_run, beam_reference, beam_run, media_run, scheduler_run
 from tests.mutants.table import Mutant, replaced, returning
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from quire.config import Quantization
-from quire.ops.interface import Ops
-from quire.ops.native_library import LEVELS, NativeLibrary, runnable_libraries
-from quire.ops.native_ops import NativeOps
-from quire.ops.torch_ops import TorchOps
+from quire.ops.cpu.native_library import LEVELS, NativeLibrary, runnable_libraries
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.ops import Ops
+from quire.ops.pytorch.torch_ops import TorchOps
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from quire.bench.exact_ops import ExactOps
 from quire.config import Quantization
-from quire.ops.gated import GatedLinear
-from quire.ops.interface import Activation, KeepsRows, Linear
-from quire.ops.quantized_weight import QuantizedWeight, StoredWeight
-from quire.ops.torch_ops import TorchOps
+from quire.measurement.bench.exact_ops import ExactOps
+from quire.ops.interface.ops import Activation, KeepsRows, Linear
+from quire.ops.interface.quantized_weight import QuantizedWeight, StoredWeight
+from quire.ops.layers.gated import GatedLinear
+from quire.ops.pytorch.torch_ops import TorchOps
 from tests.ops.world import randn
 
 # Factor of the channels that stand out, and one channel in this many does.

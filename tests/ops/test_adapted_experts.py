@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.adapted_experts import ExpertAdapters, group_pairs
-from quire.ops.adapted_linear import StepAdapters
-from quire.ops.lora import LoraPart, LoraRows, LoraWeight
-from quire.ops.weight_memory import WeightMemory
+from quire.ops.interface.adapted_experts import ExpertAdapters, group_pairs
+from quire.ops.interface.adapted_linear import StepAdapters
+from quire.ops.interface.lora import LoraPart, LoraRows, LoraWeight
+from quire.ops.interface.weight_memory import WeightMemory
 from tests.ops.backends import CPU_BACKENDS, Backend
 from tests.ops.world import randn
 

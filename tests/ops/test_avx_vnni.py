@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from hatch_build import FLAGS, FOLDER, find_compiler, levels_of
-from quire.ops.native_library import RoundedKernels, quantized_kernels
-from quire.ops.native_linear import NativeLinear
-from quire.ops.weight_formats import FORMS, WeightFormat
-from quire.ops.weight_memory import WeightMemory
+from quire.ops.cpu.native_library import RoundedKernels, quantized_kernels
+from quire.ops.cpu.native_linear import NativeLinear
+from quire.ops.interface.weight_formats import FORMS, WeightFormat
+from quire.ops.interface.weight_memory import WeightMemory
 from tests.ops.backends import LIBRARIES
 from tests.ops.world import randn
 

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from quire.ops.interface import Activation, HeadNorms, Rotation
-from quire.ops.native_linear import NativeLinear
-from quire.ops.native_ops import NativeOps
+from quire.ops.cpu.native_linear import NativeLinear
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.ops import Activation, HeadNorms, Rotation
 from tests.ops.backends import BACKENDS, Backend
 from tests.ops.world import RAGGED, REFERENCE, World, assert_near, randn
 

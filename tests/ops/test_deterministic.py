@@ -13,8 +13,8 @@ import torch
 from quire.config import Quantization
 from quire.errors import ConfigError
 from quire.ops import make_ops
-from quire.ops.native_library import LEVELS, NativeLibrary
-from quire.ops.native_ops import NativeOps
+from quire.ops.cpu.native_library import LEVELS, NativeLibrary
+from quire.ops.cpu.native_ops import NativeOps
 from tests.ops.backends import LIBRARIES
 from tests.ops.test_shared_blocks import LAYOUTS
 from tests.ops.world import RAGGED, REFERENCE, TOLERANCE, World, randn

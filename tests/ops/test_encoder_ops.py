@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.models.rope import RotaryEmbedding
-from quire.models.rotations import Rope
-from quire.ops import torch_encoder
-from quire.ops.interface import Elementwise
-from quire.ops.reference import ReferenceOps
-from quire.ops.torch_ops import TorchOps
+from quire.models.modules.rope import RotaryEmbedding
+from quire.models.specs.rotations import Rope
+from quire.ops.interface.ops import Elementwise
+from quire.ops.pytorch import torch_encoder
+from quire.ops.pytorch.torch_ops import TorchOps
+from quire.ops.reference.reference_ops import ReferenceOps
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 STARTS = (0, 1, 8, 23, 24, 60)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.interface import KeepsRows
-from quire.ops.native_linear import NativeLinear
-from quire.ops.quantized_weight import PlainWeight, QuantizedRows, QuantizedWeight, StoredWeight, WeightForm
-from quire.ops.reference import ReferenceOps
+from quire.ops.cpu.native_linear import NativeLinear
+from quire.ops.interface.ops import KeepsRows
+from quire.ops.interface.quantized_weight import PlainWeight, QuantizedRows, QuantizedWeight, StoredWeight, WeightForm
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.ops.backends import CPU_BACKENDS, Backend
 from tests.ops.test_quantized_weights import FORMS, random_weight
 from tests.ops.world import randn

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from quire.config import Quantization
-from quire.ops.gated import GatedLinear
-from quire.ops.interface import Activation
-from quire.ops.native_library import NativeLibrary
-from quire.ops.native_linear import ExactNativeLinear, NativeLinear
-from quire.ops.native_ops import NativeOps
+from quire.ops.cpu.native_library import NativeLibrary
+from quire.ops.cpu.native_linear import ExactNativeLinear, NativeLinear
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.ops import Activation
+from quire.ops.layers.gated import GatedLinear
 from tests.ops.backends import CPU_BACKENDS, LIBRARIES, Backend
 from tests.ops.world import randn
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.ops.lora import LoraLayer, LoraPart, LoraRows, LoraWeight, TorchLoraLayer
-from quire.ops.weight_memory import WeightMemory
+from quire.ops.interface.lora import LoraLayer, LoraPart, LoraRows, LoraWeight, TorchLoraLayer
+from quire.ops.interface.weight_memory import WeightMemory
 from tests.ops.backends import CPU_BACKENDS, Backend
 from tests.ops.world import randn
 

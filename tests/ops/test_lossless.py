@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint
-from quire.models.loading import load_decoder
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder
 from quire.ops import make_ops
-from quire.ops.interface import KeepsRows
-from quire.ops.native_library import NativeLibrary
-from quire.ops.native_ops import NativeOps
+from quire.ops.cpu.native_library import NativeLibrary
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.ops import KeepsRows
 from tests.ops.backends import LIBRARIES
 from tests.ops.world import randn
 

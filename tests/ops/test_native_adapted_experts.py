@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.models.experts import ExpertsBlock
-from quire.ops.adapted_linear import AdaptedLinear, StepAdapters
-from quire.ops.lora import LoraPart, LoraRows, LoraWeight
-from quire.ops.native_experts import NativeExperts
-from quire.ops.native_ops import NativeOps
-from quire.ops.weight_memory import WeightMemory
+from quire.models.modules.experts import ExpertsBlock
+from quire.ops.cpu.native_experts import NativeExperts
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.adapted_linear import AdaptedLinear, StepAdapters
+from quire.ops.interface.lora import LoraPart, LoraRows, LoraWeight
+from quire.ops.interface.weight_memory import WeightMemory
 from tests.ops.test_native_experts import (
     BF16,
     INNER,

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.models.experts import ExpertsBlock
-from quire.models.norms import Norm
-from quire.models.projections import ResidualAdd
-from quire.models.spec import Experts, RMSNorm
-from quire.ops.native_experts import NativeExperts
-from quire.ops.native_library import LEVELS
-from quire.ops.native_ops import NativeOps
-from quire.ops.quantized_weight import StoredWeight
+from quire.models.modules.experts import ExpertsBlock
+from quire.models.modules.norms import Norm
+from quire.models.modules.projections import ResidualAdd
+from quire.models.specs.spec import Experts, RMSNorm
+from quire.ops.cpu.native_experts import NativeExperts
+from quire.ops.cpu.native_library import LEVELS
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.quantized_weight import StoredWeight
 from tests.ops.backends import LIBRARIES
 from tests.ops.test_native_layers import FORMATS, NATIVE_LEVELS, native_ops
 from tests.ops.test_quantized_weights import FORMS, random_weight

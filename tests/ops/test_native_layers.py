@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
-from quire.execution.kv_storage import KVStorage, StateStorage
-from quire.ops.fused_layers import (
+from quire.execution.step.kv_storage import KVStorage, StateStorage
+from quire.ops.cpu.native_layers import NativeLayers
+from quire.ops.cpu.native_library import LEVELS, MAX_ROWS, NativeLibrary
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.fused_layers import (
     PackedAttention,
     PackedLayer,
     PackedMLP,
@@ -21,12 +24,9 @@ from quire.ops.fused_layers import (
     RoutedExperts,
     RowNorm,
 )
-from quire.ops.interface import AttentionBatch, HeadNorms, Linear, Rotation, StateBatch
-from quire.ops.native_layers import NativeLayers
-from quire.ops.native_library import LEVELS, MAX_ROWS, NativeLibrary
-from quire.ops.native_ops import NativeOps
-from quire.ops.recurrent_weights import ShortConvWeights
-from quire.ops.torch_widened import WIDENED, narrowed
+from quire.ops.interface.ops import AttentionBatch, HeadNorms, Linear, Rotation, StateBatch
+from quire.ops.interface.recurrent_weights import ShortConvWeights
+from quire.ops.pytorch.torch_widened import WIDENED, narrowed
 from tests.ops.backends import LIBRARIES
 from tests.ops.test_recurrent_mixers import DELTA_SHAPE, SHORT_SHAPE, delta_weights, short_conv_weights
 from tests.ops.world import randn, rotation_of

@@ -10,11 +10,12 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.ops import make_ops, native_library
-from quire.ops.native_library import FOLDER, MAX_LEVEL_VARIABLE, find_library, runnable_libraries
-from quire.ops.native_ops import NativeOps
-from quire.ops.torch_ops import TorchOps
-from quire.ops.weight_formats import WeightFormat
+from quire.ops import make_ops
+from quire.ops.cpu import native_library
+from quire.ops.cpu.native_library import FOLDER, MAX_LEVEL_VARIABLE, find_library, runnable_libraries
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.weight_formats import WeightFormat
+from quire.ops.pytorch.torch_ops import TorchOps
 from tests.ops.backends import LIBRARIES
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from quire.ops.torch_ops import packing_works
+from quire.ops.pytorch.torch_ops import packing_works
 
 # Resident MiB that products of 1,000 different numbers of rows leave behind.
 PROGRAM = """

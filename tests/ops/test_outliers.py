@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
-from quire.models.experts import ExpertsBlock
-from quire.models.norms import Norm
-from quire.models.projections import ResidualAdd
-from quire.models.spec import Experts
-from quire.ops.fused_layers import FusesExperts
-from quire.ops.interface import Activation, Linear, Ops
-from quire.ops.quantized_weight import StoredWeight
+from quire.models.modules.experts import ExpertsBlock
+from quire.models.modules.norms import Norm
+from quire.models.modules.projections import ResidualAdd
+from quire.models.specs.spec import Experts
+from quire.ops.interface.fused_layers import FusesExperts
+from quire.ops.interface.ops import Activation, Linear, Ops
+from quire.ops.interface.quantized_weight import StoredWeight
 from tests.ops.backends import CPU_BACKENDS, Backend
 from tests.ops.outliers import EVERY, MARGIN, OUTLIER, RoundedOps, amplified, outlier_rows, rms
 from tests.ops.test_quantized_weights import FLOAT8, FORMS, random_weight

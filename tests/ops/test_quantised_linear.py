@@ -12,12 +12,12 @@ from torch import Tensor
 
 from quire.config import Quantization
 from quire.ops import make_ops
-from quire.ops.interface import Linear
-from quire.ops.native_linear import NativeLinear
-from quire.ops.reference import ReferenceOps
-from quire.ops.reference_quantised import ReferenceQuantisedLinear
-from quire.ops.torch_quantised import TorchQuantisedLinear
-from quire.ops.weight_formats import FORMS, WeightFormat
+from quire.ops.cpu.native_linear import NativeLinear
+from quire.ops.interface.ops import Linear
+from quire.ops.interface.weight_formats import FORMS, WeightFormat
+from quire.ops.pytorch.torch_quantised import TorchQuantisedLinear
+from quire.ops.reference.reference_ops import ReferenceOps
+from quire.ops.reference.reference_quantised import ReferenceQuantisedLinear
 from tests.ops.backends import CPU_BACKENDS, Backend
 from tests.ops.world import randn
 

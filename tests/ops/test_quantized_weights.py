@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
-from quire.ops.interface import KeepsRows
-from quire.ops.native_linear import NativeLinear
-from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight, WeightForm
-from quire.ops.reference import ReferenceOps
+from quire.ops.cpu.native_linear import NativeLinear
+from quire.ops.interface.ops import KeepsRows
+from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight, WeightForm
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.ops.backends import CPU_BACKENDS, NATIVE, Backend
 from tests.ops.test_quantised_linear import assert_same_numbers
 from tests.ops.world import randn

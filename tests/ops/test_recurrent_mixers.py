@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.execution.kv_storage import StateStorage
-from quire.models.recurrent_spec import StateCacheShape
-from quire.ops.interface import Ops, StateBatch, StepStates
-from quire.ops.native_library import MAX_ROWS
-from quire.ops.recurrent_weights import GatedDeltaNetWeights, Mamba2Weights, ShortConvWeights, SSMHeads
+from quire.execution.step.kv_storage import StateStorage
+from quire.models.specs.recurrent_spec import StateCacheShape
+from quire.ops.cpu.native_library import MAX_ROWS
+from quire.ops.interface.ops import Ops, StateBatch, StepStates
+from quire.ops.interface.recurrent_weights import GatedDeltaNetWeights, Mamba2Weights, ShortConvWeights, SSMHeads
 from tests.ops.backends import CPU_BACKENDS, NATIVE, Backend
 from tests.ops.world import REFERENCE, assert_near, randn
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quire.config import Quantization
-from quire.ops.native_library import NativeLibrary
-from quire.ops.native_ops import NativeOps
-from quire.ops.reference import ReferenceOps
+from quire.ops.cpu.native_library import NativeLibrary
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.ops.backends import LIBRARIES
 from tests.ops.world import assert_near, randn
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.interface import KeepsRows
-from quire.ops.native_library import NativeLibrary
-from quire.ops.native_ops import NativeOps
+from quire.ops.cpu.native_library import NativeLibrary
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.ops import KeepsRows
 from tests.ops.backends import LIBRARIES
 from tests.ops.world import randn
 

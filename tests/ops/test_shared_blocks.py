@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from quire.ops.native_attention import NativeStepAttention
+from quire.ops.cpu.native_attention import NativeStepAttention
 from tests.ops.backends import NATIVE, Backend
 from tests.ops.world import REFERENCE, TOLERANCE, World
 

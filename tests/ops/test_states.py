@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from quire.execution.kv_storage import StateStorage
-from quire.models.spec import StateCacheShape
-from quire.ops.interface import PagedStates, StateBatch
-from quire.ops.recurrent_mixers import Recurrence
-from quire.ops.recurrent_weights import SSMHeads
-from quire.ops.reference_states import ReferenceStepStates
-from quire.ops.torch_states import CHUNK_ROWS, TorchStepStates
+from quire.execution.step.kv_storage import StateStorage
+from quire.models.specs.spec import StateCacheShape
+from quire.ops.interface.ops import PagedStates, StateBatch
+from quire.ops.interface.recurrent_weights import SSMHeads
+from quire.ops.pytorch.recurrent_mixers import Recurrence
+from quire.ops.pytorch.torch_states import CHUNK_ROWS, TorchStepStates
+from quire.ops.reference.reference_states import ReferenceStepStates
 from tests.ops.backends import BACKENDS, TORCH_DEVICES, Backend
 from tests.ops.world import REFERENCE, TOLERANCE, assert_near, randn
 

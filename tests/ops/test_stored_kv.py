@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from quire.execution.kv_storage import STORED
-from quire.ops.interface import LEAST_SCALED, HeadNorms, Ops, Rotation
-from quire.ops.reference import restored, stored
-from quire.ops.torch_widened import narrowed, widened
+from quire.execution.step.kv_storage import STORED
+from quire.ops.interface.ops import LEAST_SCALED, HeadNorms, Ops, Rotation
+from quire.ops.pytorch.torch_widened import narrowed, widened
+from quire.ops.reference.reference_ops import restored, stored
 from tests.ops.backends import BACKENDS, Backend
 from tests.ops.world import RAGGED, REFERENCE, TOLERANCE, World, assert_near, randn
 

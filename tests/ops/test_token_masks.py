@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.reference import ReferenceOps
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.ops.backends import BACKENDS, Backend
 
 pytestmark = pytest.mark.pairwise

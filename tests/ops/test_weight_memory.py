@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.ops.weight_memory import LINE_BYTES, SLAB_BYTES, WeightMemory
+from quire.ops.interface.weight_memory import LINE_BYTES, SLAB_BYTES, WeightMemory
 from quire.platform.huge_pages import HUGE_PAGE_BYTES
 
 

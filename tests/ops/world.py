@@ -7,10 +7,10 @@ from itertools import accumulate
 
 import torch
 
-from quire.execution.kv_storage import KVStorage
-from quire.ops.interface import AttentionBatch, HeadNorms, Ops, Rotation, StepAttention
-from quire.ops.reference import ReferenceOps
-from quire.ops.torch_widened import WIDENED, narrowed
+from quire.execution.step.kv_storage import KVStorage
+from quire.ops.interface.ops import AttentionBatch, HeadNorms, Ops, Rotation, StepAttention
+from quire.ops.pytorch.torch_widened import WIDENED, narrowed
+from quire.ops.reference.reference_ops import ReferenceOps
 
 REFERENCE = ReferenceOps()
 # What one rounding of a result near 1 may cost.

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hatch_build import Compiler, compile_levels, find_compiler, levels_of
-from quire.ops.native_library import ACTIVATIONS, FOLDER, TYPES
-from quire.ops.weight_formats import FORMS
+from quire.ops.cpu.native_library import ACTIVATIONS, FOLDER, TYPES
+from quire.ops.interface.weight_formats import FORMS
 
 pytestmark = pytest.mark.slow
 HERE = platform.machine()

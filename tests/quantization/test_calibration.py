@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.cli.quantization.calibration import Calibration
+from quire.cli.quantization.calibration_text import read_sequences
+from quire.cli.quantization.linear_layers import linear_weights
+from quire.cli.quantization.paged_rows import run_sequences
+from quire.cli.quantization.rounding import Scheme
 from quire.errors import ConfigError, UnsupportedModel
-from quire.models.checkpoint import Checkpoint, locate
+from quire.models.checkpoints.checkpoint import Checkpoint, locate
+from quire.models.checkpoints.tensor_reader import TensorReader
 from quire.models.families import build
-from quire.models.loading import load_decoder
-from quire.models.tensor_reader import TensorReader
-from quire.quantization.calibration import Calibration
-from quire.quantization.calibration_text import read_sequences
-from quire.quantization.linear_layers import linear_weights
-from quire.quantization.paged_rows import run_sequences
-from quire.quantization.rounding import Scheme
+from quire.models.loading.loading import load_decoder
 from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
 
 EIGHT = Scheme(8, 16, True, torch.float32)

@@ -9,10 +9,10 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
+from quire.cli.quantization.gguf_blocks import PACKERS, pack_rows
 from quire.models.gguf.block_types import BLOCK_TYPES
 from quire.models.gguf.tensor_types import TENSOR_TYPES, TensorType
-from quire.ops.quantized_weight import dequantize
-from quire.quantization.gguf_blocks import PACKERS, pack_rows
+from quire.ops.interface.quantized_weight import dequantize
 
 SMALL = [kind for kind in PACKERS if kind.block_values == 32]
 LARGE = [kind for kind in PACKERS if kind.block_values == 256]

@@ -12,17 +12,17 @@ import tokenizers
 import torch
 from tokenizers import AddedToken
 
+from quire.cli.quantization.gguf_vocabulary import tokenizer_fields
+from quire.cli.quantization.paged_rows import run_sequences
+from quire.cli.quantization.quantize import QuantizeOptions, quantize
 from quire.engine.llm import LLM
 from quire.errors import UnsupportedModel
-from quire.models.checkpoint import Checkpoint, locate
-from quire.models.loading import load_decoder
-from quire.quantization.gguf_vocabulary import tokenizer_fields
-from quire.quantization.paged_rows import run_sequences
-from quire.quantization.quantize import QuantizeOptions, quantize
+from quire.models.checkpoints.checkpoint import Checkpoint, locate
+from quire.models.loading.loading import load_decoder
 from quire.sequences.params import SamplingParams
-from quire.text.gguf_pre_tokenizers import PRE_TOKENIZERS, ROWS
-from quire.text.gguf_tokenizer import read_gguf_tokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS, ROWS
+from quire.text.tokenizers.gguf_tokenizer import read_gguf_tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.conformance.checkpoints import FAMILIES, LLAMA3_ROPE, ragged_prompts, save_checkpoint
 from tests.text.test_gguf_tokenizer import byte_level, sentencepiece, texts
 

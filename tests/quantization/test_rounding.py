@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.quantization.compressed_tensors import pack, quantization_config
-from quire.quantization.coordinate_descent import quantize
-from quire.quantization.rounding import QuantizedMatrix, Scheme, round_to_nearest
+from quire.cli.quantization.compressed_tensors import pack, quantization_config
+from quire.cli.quantization.coordinate_descent import quantize
+from quire.cli.quantization.rounding import QuantizedMatrix, Scheme, round_to_nearest
 from tests.models.stored_quantization.packers import Files
 
 N, K = 24, 256

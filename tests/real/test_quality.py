@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.bench.divergence import DivergenceTally
-from quire.bench.exact_ops import ExactOps
-from quire.bench.quality import QualityBench, ReadingEngine, exact_config
-from quire.bench.quality_text import read_quality_text
 from quire.config import EngineConfig
-from quire.text.tokenizer import Tokenizer
+from quire.measurement.bench.divergence import DivergenceTally
+from quire.measurement.bench.exact_ops import ExactOps
+from quire.measurement.bench.quality import QualityBench, ReadingEngine, exact_config
+from quire.measurement.bench.quality_text import read_quality_text
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.real.models import files, files_with_twins, twin_of
 
 # Mean KL divergences in nats, over 3,445 positions of Gemma 3 270M in Q4_K_M.

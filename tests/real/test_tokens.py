@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from quire.config import EngineConfig
 from quire.engine.startup.tokenizers import open_tokenizer
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.text.documents import bundled_text, read_text
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.real.models import files_with_twins, twin_of
 
 TEXTS = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from quire.fleet.routing.feed import EventFeed, FeedState, FeedStep
 from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, KVEvent
-from quire.routing.feed import EventFeed, FeedState, FeedStep
 
 SOME = [BlockRemoved((1,), "GPU")]
 ALL: list[KVEvent] = [AllBlocksCleared(), *SOME]

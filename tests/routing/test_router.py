@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from quire.routing.feed import FeedState
-from quire.routing.router import MAX_HOLDERS, MAX_IDLE, Route, Router, RouterConfig, RouteRequest
-from quire.routing.shadow_tree import NO_HIT, Scope, encode
+from quire.fleet.routing.feed import FeedState
+from quire.fleet.routing.router import MAX_HOLDERS, MAX_IDLE, Route, Router, RouterConfig, RouteRequest
+from quire.fleet.routing.shadow_tree import NO_HIT, Scope
+from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, encode
 
 SIZE = 16
 PROMPT = list(range(1000))

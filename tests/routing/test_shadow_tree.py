@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from quire.fleet.routing.shadow_tree import MIN_TOMBSTONES, NO_HIT, Hit, Scope, ShadowTree
 from quire.memory import ChunkedLocal, FullAttention, KVCacheManager, KVCacheSpec, Namespace, RecurrentState
-from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventCollector
+from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventCollector, encode
 from quire.memory.specs import SlidingWindow
-from quire.routing.shadow_tree import MIN_TOMBSTONES, NO_HIT, Hit, Scope, ShadowTree, encode
 
 TOKENS = list(range(100, 113))
 NO_SCOPE = Scope()

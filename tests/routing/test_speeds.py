@@ -7,8 +7,8 @@ import random
 import pytest
 
 from quire.errors import ConfigError
-from quire.routing.loads import HALF_LIFE_S, ReplicaLoad, Speed
-from quire.routing.router import Router, RouterConfig, RouteRequest
+from quire.fleet.routing.loads import HALF_LIFE_S, ReplicaLoad, Speed
+from quire.fleet.routing.router import Router, RouterConfig, RouteRequest
 
 NAMES = ("a", "b", "c", "d")
 

@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.decoding.drafting import UNKNOWN, Drafter
-from quire.decoding.speculation import AdaptiveDrafter
+from quire.measurement.simulation.replicas.executor import SimulatedExecutor
 from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, MediaSpan, Namespace, check
 from quire.scheduling import Scheduler, StepPlan
 from quire.sequences import Request, SamplingParams, Sequence
+from quire.sequences.decoding.drafting import UNKNOWN, Drafter
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.media import Media
-from quire.simulation.executor import SimulatedExecutor
 from tests.scheduling.auditor import Auditor
 
 VOCAB_SIZE = 13

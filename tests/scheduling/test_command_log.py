@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.decoding.lookup import PromptLookup
-from quire.decoding.speculation import AdaptiveDrafter
 from quire.errors import LockstepDrift, UnsupportedFeature
 from quire.memory import MediaSpan
 from quire.memory.prefix.token_chain import Namespace
@@ -20,6 +18,8 @@ from quire.scheduling import Scheduler, StepPlan
 from quire.scheduling.command_log import CommandReplay, LoggedScheduler
 from quire.scheduling.preemption import TransferRates
 from quire.sequences import Request, SamplingParams
+from quire.sequences.decoding.lookup import PromptLookup
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.media import Media
 from quire.sequences.params import RequestOutputKind
 from quire.sequences.pooling import Pooling

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quire.decoding.drafting import UNKNOWN
 from quire.memory.results import TableDelta
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.plan import ItemResult, ScheduledSequence
+from quire.sequences.decoding.drafting import UNKNOWN
 
 
 def test_items_are_those_of_a_tuple() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.decoding.speculation import AdaptiveDrafter
 from quire.scheduling import StepPlan
 from quire.scheduling.plan import ItemResult
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from tests.scheduling.harness import Harness, Job, Setting, finish_all
 from tests.scheduling.random_jobs import FULL, STATE
 

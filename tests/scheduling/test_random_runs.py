@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.measurement.simulation.replicas.executor import log_probabilities
 from quire.memory import ChunkedLocal, KVCacheSpec
 from quire.scheduling.draft_branches import DraftBranches
 from quire.sequences import Sequence
-from quire.simulation.executor import log_probabilities
 from tests.decoding.beam_twin import Rules
 from tests.decoding.beam_twin import search as search_slowly
 from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Guesser, Harness, Job, Setting, outputs_of, run

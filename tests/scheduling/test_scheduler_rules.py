@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from quire.decoding import Append, Finish
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory import FullAttention, KVCacheManager, RecurrentState, SlidingWindow, TokenAccount, TokenSources
 from quire.scheduling import Scheduler
 from quire.scheduling.plan import ItemResult
 from quire.sequences import FinishReason, SequenceStatus
+from quire.sequences.decoding import Append, Finish
 from tests.scheduling.harness import Harness, Job, Setting, finish_all, prompt, run
 
 

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from quire.schemas.formats import FORMATS
 from quire.sequences.structured import GrammarSource
+from quire.text.schemas.formats import FORMATS
 
 walks = pytest.importorskip("tests.schemas.walks")
 # By format: texts of it, and texts that are not.

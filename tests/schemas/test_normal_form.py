@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from quire.schemas.as_json import PLAIN_ESCAPES, as_json
-from quire.schemas.document import SchemaError, UnenforceableSchema
-from quire.schemas.keywords import KNOWN
-from quire.schemas.normal import normalise
+from quire.text.schemas.as_json import PLAIN_ESCAPES, as_json
+from quire.text.schemas.document import SchemaError, UnenforceableSchema
+from quire.text.schemas.keywords import KNOWN
+from quire.text.schemas.normal import normalise
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = {**A, "additionalProperties": False}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from quire.schemas.document import SchemaError
-from quire.schemas.forms import Number
-from quire.schemas.numeric import MAX_INTEGER, common_multiple, enforceable, is_allowed
 from quire.sequences.structured import GrammarSource
+from quire.text.schemas.document import SchemaError
+from quire.text.schemas.forms import Number
+from quire.text.schemas.numeric import MAX_INTEGER, common_multiple, enforceable, is_allowed
 
 
 @pytest.mark.parametrize(

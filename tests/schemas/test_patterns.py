@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from quire.schemas.document import SchemaError
-from quire.schemas.patterns import other_than, to_rust
 from quire.sequences.structured import GrammarSource
+from quire.text.schemas.document import SchemaError
+from quire.text.schemas.patterns import other_than, to_rust
 from tests.schemas.random_schemas import PATTERNS, SLASHED
 
 

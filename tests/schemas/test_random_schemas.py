@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidParameter
-from quire.schemas.forms import ANY, Anything, Array, NormalSchema, Object
-from quire.schemas.normal import normalise
 from quire.sequences.structured import GrammarSource
+from quire.text.schemas.forms import ANY, Anything, Array, NormalSchema, Object
+from quire.text.schemas.normal import normalise
 from quire.text.tool_calls import ToolFormat, choose_format
 from quire.text.tool_calls.argument_schema import argument_schema
 from quire.text.tool_calls.value_grammar import ABILITIES

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire.sequences.structured import GrammarSource
-from quire.structured.compiled_grammar import compile_grammar
+from quire.text.structured.compiled_grammar import compile_grammar
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, ToolFormat, merge
 
 llguidance = pytest.importorskip("llguidance", reason="grammars are compiled by llguidance")

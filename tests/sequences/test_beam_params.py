@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from quire.decoding.strategies import SAMPLING
 from quire.errors import InvalidParameter
 from quire.sequences import SamplingParams
+from quire.sequences.decoding.strategies import SAMPLING
 from quire.sequences.params import MAX_BEAM_WIDTH, NO_CHOICE
 
 

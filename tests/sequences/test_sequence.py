@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from quire.decoding import Sampling
 from quire.errors import InvariantViolation
 from quire.memory import Namespace, TokenChain
 from quire.memory.prefix.token_chain import root_of
 from quire.sequences import Request, SamplingParams, Sequence, SequenceStatus
+from quire.sequences.decoding import Sampling
 
 WAITING, RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
 SWAPPED, FINISHED = SequenceStatus.SWAPPED, SequenceStatus.FINISHED

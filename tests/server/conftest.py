@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.server import checkpoint, tool_checkpoint
 from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.server.tool_answers import Serve

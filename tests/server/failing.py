@@ -7,8 +7,8 @@ import os
 import sys
 
 from quire.cli.main import main
-from quire.server import http_server
-from quire.server.connection import Connections
+from quire.server.http import http_server
+from quire.server.http.connection import Connections
 
 # Set to one of these in the environment.
 FAULT = "QUIRE_TEST_FAULT"

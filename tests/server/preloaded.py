@@ -9,8 +9,8 @@ import quire.cli.main
 import quire.cli.serve
 import quire.engine.async_llm
 import quire.engine.startup.loading
-import quire.models.decoder
+import quire.models.modules.decoder
 import quire.server.app
-import quire.text.tokenizer
+import quire.text.tokenizers.tokenizer
 
 __all__ = ["quire", "torch", "uvicorn"]

@@ -12,9 +12,9 @@ import pytest
 
 from quire import AsyncLLM
 from quire.server.app import build_app
-from quire.server.body import BodyReader
+from quire.server.requests.body import BodyReader
 from quire.server.settings import ServerConfig
-from quire.server.state import ServerState
+from quire.server.state.state import ServerState
 from tests.models.adapters.folders import random_matrices, write_adapter
 from tests.server.checkpoint import INNER, LAYERS, WIDTH
 

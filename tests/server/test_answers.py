@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.server.checkpoint import CONTEXT, SAYING
 from tests.server.process import ServerProcess
 from tests.server.streams import stream, text_of

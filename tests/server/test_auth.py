@@ -10,8 +10,8 @@ import pytest
 from starlette.responses import Response
 
 from quire.errors import ConfigError
-from quire.server.auth import Guard, is_local_host
 from quire.server.settings import ServerConfig, is_loopback
+from quire.server.state.auth import Guard, is_local_host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])

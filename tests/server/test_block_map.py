@@ -17,10 +17,10 @@ import pytest
 
 from quire.errors import WorkerError
 from quire.memory.results import Tier
-from quire.server import block_planes
-from quire.server.block_map import MAX_WATCHERS, BlockMapHub
-from quire.server.block_planes import Planes
-from quire.server.errors import ApiError
+from quire.server.kv_views import block_planes
+from quire.server.kv_views.block_map import MAX_WATCHERS, BlockMapHub
+from quire.server.kv_views.block_planes import Planes
+from quire.server.requests.errors import ApiError
 from tests.server.process import ServerProcess, running
 from tests.server.test_errors import check_form
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from quire.bounded.json_text import MANY_INTEGERS, MAX_DEPTH, MAX_DIGITS, MAX_VALUES, limit_digits
-from quire.server.body import MAX_LONG_BODIES, BodyReader
-from quire.server.errors import ApiError
+from quire.platform.bounded.json_text import MANY_INTEGERS, MAX_DEPTH, MAX_DIGITS, MAX_VALUES, limit_digits
+from quire.server.requests.body import MAX_LONG_BODIES, BodyReader
+from quire.server.requests.errors import ApiError
 
 MAX_INTEGERS = 100_000
 

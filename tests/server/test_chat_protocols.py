@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.chat_protocols import arguments_object
+from quire.server.protocols.chat_protocols import arguments_object
 
 
 @pytest.mark.parametrize(

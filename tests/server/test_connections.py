@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.server.listener import RESERVED_DESCRIPTORS, read_max_connections
+from quire.server.http.listener import RESERVED_DESCRIPTORS, read_max_connections
 from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.server.raw import ask, body_of, connect, post, read_all, read_answer, status_of
 from tests.server.test_disconnects import num_aborted

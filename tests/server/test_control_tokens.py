@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.server.process import ServerProcess, running
 
 # Ends the turn and begins another one, if its characters become tokens.

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-from quire.server.chat_completions import ChatExtras, ChatReply
-from quire.server.completions import CompletionExtras, CompletionReply
-from quire.server.direct_events import MAX_CHARS, DirectEvents
-from quire.server.generation import OpenAIReply, ResponseBuilder
-from quire.server.logprob_fields import TokenNames
-from quire.server.stream_merge import Delta, StreamMerger
-from quire.server.usage import TokenCount
+from quire.server.admission.stream_merge import Delta, StreamMerger
+from quire.server.admission.usage import TokenCount
+from quire.server.generation.generation import OpenAIReply, ResponseBuilder
+from quire.server.generation.logprob_fields import TokenNames
+from quire.server.http.direct_events import MAX_CHARS, DirectEvents
+from quire.server.protocols.chat_completions import ChatExtras, ChatReply
+from quire.server.protocols.completions import CompletionExtras, CompletionReply
 from tests.server.test_stream_merge import Source, added, never, read
 
 PATIENCE_S = 60

@@ -19,9 +19,9 @@ from quire import LLM
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.server.app import build_app
-from quire.server.body import BodyReader
+from quire.server.requests.body import BodyReader
 from quire.server.settings import ServerConfig
-from quire.server.state import ServerState
+from quire.server.state.state import ServerState
 from tests.models import encoders
 
 URL = "http://127.0.0.1"

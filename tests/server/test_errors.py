@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from quire.server.auth import Guard
-from quire.server.errors import api_error
+from quire.server.requests.errors import api_error
+from quire.server.state.auth import Guard
 from tests.server.checkpoint import SAYING
 from tests.server.process import ServerProcess
 

@@ -15,11 +15,11 @@ from typing import Any, cast
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.bounded.process import MANY_BYTES
-from quire.server.body import MAX_LONG_BODIES
-from quire.server.errors import ApiError
-from quire.server.intake import FREE_BYTES, GENERATING, Intake
-from quire.server.state import ServerState
+from quire.platform.bounded.process import MANY_BYTES
+from quire.server.requests.body import MAX_LONG_BODIES
+from quire.server.requests.errors import ApiError
+from quire.server.state.intake import FREE_BYTES, GENERATING, Intake
+from quire.server.state.state import ServerState
 from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.server.raw import body_of, connect, post, read_answer, status_of
 from tests.server.test_errors import check_form

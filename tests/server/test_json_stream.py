@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.json_stream import PIECE_CHARS, JsonAnswer, JsonArray, JsonWriter, paced
+from quire.server.http.json_stream import PIECE_CHARS, JsonAnswer, JsonArray, JsonWriter, paced
 
 
 def text(value: Any) -> str:

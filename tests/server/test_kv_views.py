@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 from quire.engine.async_llm import AsyncLLM
-from quire.server import prefix_tree
 from quire.server.app import build_app
-from quire.server.body import BodyReader
-from quire.server.prefix_tree import MAX_READERS
+from quire.server.kv_views import prefix_tree
+from quire.server.kv_views.prefix_tree import MAX_READERS
+from quire.server.kv_views.views import LocalViews
+from quire.server.requests.body import BodyReader
 from quire.server.settings import ServerConfig
-from quire.server.state import ServerState
-from quire.server.views import LocalViews
+from quire.server.state.state import ServerState
 
 PROMPT = list(range(30, 100))
 

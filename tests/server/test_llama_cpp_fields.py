@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.server import chat_completions, completions
-from quire.server.fields import Fields
-from quire.server.llama_cpp_fields import ALIASES, KNOWN, UNSUPPORTED, WITHOUT_EFFECT, translate
+from quire.server.generation.llama_cpp_fields import ALIASES, KNOWN, UNSUPPORTED, WITHOUT_EFFECT, translate
+from quire.server.protocols import chat_completions, completions
+from quire.server.requests.fields import Fields
 from tests.server import checkpoint
 from tests.server.process import ServerProcess, running
 

@@ -12,8 +12,8 @@ import pytest
 
 from quire.errors import InvalidParameter
 from quire.sequences.params import SamplingParams
-from quire.server.errors import ApiError
-from quire.server.logprob_budget import MAX_LARGE_ANSWERS, LogprobBudget
+from quire.server.admission.logprob_budget import MAX_LARGE_ANSWERS, LogprobBudget
+from quire.server.requests.errors import ApiError
 from tests.server.process import PATIENCE_S, ServerProcess, running
 
 PARAMS = SamplingParams(n=2, logprobs=4, prompt_logprobs=1, max_tokens=10)

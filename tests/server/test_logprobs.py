@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.sequences.logprobs import TokenLogprobs
-from quire.server.json_stream import JsonWriter
-from quire.server.logprob_fields import (
+from quire.server.generation.logprob_fields import (
     LOWEST_LOGPROB,
     TextOffsets,
     TokenNames,
@@ -22,7 +21,8 @@ from quire.server.logprob_fields import (
     completion_logprobs,
     prompt_logprobs_json,
 )
-from quire.text.tokenizer import Tokenizer
+from quire.server.http.json_stream import JsonWriter
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 def measured(token_id: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> TokenLogprobs:

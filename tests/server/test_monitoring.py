@@ -14,7 +14,7 @@ import pytest
 
 from quire.engine.metrics.stats import Health
 from quire.memory.usage import GroupUsage, HostUsage
-from quire.server.monitoring import health, host_to_json
+from quire.server.operations.monitoring import health, host_to_json
 from tests.server.process import ServerProcess, running
 
 

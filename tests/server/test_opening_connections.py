@@ -8,7 +8,7 @@ from functools import partial
 import uvicorn
 from uvicorn.server import ServerState
 
-from quire.server.connection import Connection, Connections
+from quire.server.http.connection import Connection, Connections
 
 
 def test_a_connection_counts_once_while_it_opens() -> None:

@@ -21,16 +21,16 @@ from quire import __version__
 from quire.engine.async_llm import AsyncLLM
 from quire.errors import ConfigError
 from quire.server.app import build_app
-from quire.server.body import BodyReader
-from quire.server.request_log import JsonLines
+from quire.server.requests.body import BodyReader
 from quire.server.settings import ServerConfig
-from quire.server.state import ServerState
-from quire.server.tracing import RequestTracer
+from quire.server.state.request_log import JsonLines
+from quire.server.state.state import ServerState
+from quire.server.state.tracing import RequestTracer
 
 SECRET = "a secret\nline of the fox"
 CHAT = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "quire.json"
-LOGGER = "quire.server.request_log"
+LOGGER = "quire.server.state.request_log"
 
 
 @pytest.fixture(scope="module")

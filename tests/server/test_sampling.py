@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.server import chat_completions, completions, sampling
-from quire.server.fields import Fields
+from quire.server.generation import sampling
+from quire.server.protocols import chat_completions, completions
+from quire.server.requests.fields import Fields
 from tests.config.test_resolve import resolved
 
 

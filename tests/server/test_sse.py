@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.server import sse
+from quire.server.http import sse
 
 # Line ends of one client library or another.
 SEPARATORS = "a\nb\r\nc\rd\u2028e\u2029f\x85g\x0bh\x0ci"

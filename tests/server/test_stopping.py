@@ -13,7 +13,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from quire.server.connection import Connection, Connections
+from quire.server.http.connection import Connection, Connections
 from quire.server.lifecycle import take_signals
 from tests.server.failing import FAULT, SHORT_FLUSH, WATCH_FAILS
 from tests.server.process import PATIENCE_S, ServerProcess, running

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-from quire.server.errors import ApiError, stopping
-from quire.server.stream_merge import ClientGone, Delta, StreamMerger
+from quire.server.admission.stream_merge import ClientGone, Delta, StreamMerger
+from quire.server.requests.errors import ApiError, stopping
 
 Receive = Callable[[], Awaitable[Any]]
 

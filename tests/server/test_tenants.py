@@ -11,9 +11,9 @@ import pytest
 from starlette.requests import Request
 
 from quire.errors import ConfigError
-from quire.server.errors import ApiError
+from quire.server.requests.errors import ApiError
 from quire.server.settings import ServerConfig
-from quire.server.tenants import read_tenant
+from quire.server.state.tenants import read_tenant
 from tests.server.process import ServerProcess, running
 
 HEADER = "X-Tenant"

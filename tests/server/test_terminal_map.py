@@ -10,8 +10,8 @@ from rich.console import Console
 
 from quire.engine.async_llm import AsyncLLM
 from quire.sequences.params import SamplingParams
-from quire.server.block_map import BlockMapHub
-from quire.server.terminal_map import cell, show_in_terminal
+from quire.server.kv_views.block_map import BlockMapHub
+from quire.server.operations.terminal_map import cell, show_in_terminal
 
 # Neighbours, which the legend does not have.
 SHARED, IDLE = "\u25a3" * 2, "\u25aa" * 2

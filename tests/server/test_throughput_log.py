@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.metrics.stats import EngineStats
-from quire.server.throughput_log import Sample, preemption_warning, report
+from quire.server.operations.throughput_log import Sample, preemption_warning, report
 
 NOTHING = EngineStats()
 

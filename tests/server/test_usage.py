@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.memory import HitEnd, PrefixHit
-from quire.server.usage import TokenCount
+from quire.server.admission.usage import TokenCount
 
 
 def delta(num_prompt: int, *num_output: int, num_cached: int = 0) -> RequestOutput:

@@ -19,9 +19,9 @@ import pytest
 import uvicorn
 
 from quire.errors import ConfigError
-from quire.server.address import bind, bind_unix, tls_context
-from quire.server.connection import Connection, Connections
-from quire.server.listener import accept_connections
+from quire.server.http.address import bind, bind_unix, tls_context
+from quire.server.http.connection import Connection, Connections
+from quire.server.http.listener import accept_connections
 
 TEMPLATE = "{{ bos_token }}{{ topic }}:{% for message in messages %} {{ message.content }}{% endfor %}"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "rain"}], "max_tokens": 1}

@@ -47,7 +47,7 @@ def deploy(options: dict[str, Any], deployments: list[dict[str, Any]], until: st
     application = {
         "name": "quire",
         "route_prefix": "/",
-        "import_path": "quire.serving.ray:app",
+        "import_path": "quire.fleet.ray:app",
         "args": options,
         "deployments": deployments,
     }
@@ -69,7 +69,7 @@ def main() -> None:
     import ray
     from ray import serve
 
-    from quire.serving.ray import app
+    from quire.fleet.ray import app
 
     cluster: Any = None
     nodes: list[Any] = []

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from quire.serving.proxy.exchange import Exchange
-from quire.serving.proxy.streams import DONE
-from quire.serving.proxy.upstream import Upstream, UpstreamLost
+from quire.fleet.proxy.exchange import Exchange
+from quire.fleet.proxy.streams import DONE
+from quire.fleet.proxy.upstream import Upstream, UpstreamLost
 from tests.serving.test_upstream import talk
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from quire.cli.main import main
-from quire.serving.local_fleet import without_address
+from quire.fleet.local_fleet import without_address
 from tests.server import checkpoint
 from tests.server.process import PATIENCE_S
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from quire.config import KVEventsConfig
-from quire.kvevents.publisher import KVEventPublisher
-from quire.memory.kv_events import BlockStored, KVEvent
-from quire.routing.feed import FeedState
-from quire.routing.router import Router, RouterConfig, RouteRequest
-from quire.routing.shadow_tree import encode
-from quire.serving.ray.call import RoutedCall, Ticket
-from quire.serving.ray.fleet import QUEUE_LEN_S, ReplicaFleet
+from quire.distributed.kv_events.publisher import KVEventPublisher
+from quire.fleet.ray.call import RoutedCall, Ticket
+from quire.fleet.ray.fleet import QUEUE_LEN_S, ReplicaFleet
+from quire.fleet.routing.feed import FeedState
+from quire.fleet.routing.router import Router, RouterConfig, RouteRequest
+from quire.memory.kv_events import BlockStored, KVEvent, encode
 
 SIZE = 16
 PROMPT = list(range(1000))

@@ -12,13 +12,13 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import ConfigError, WorkerError
-from quire.serving.ray import app
-from quire.serving.ray.app_call import run_app
-from quire.serving.ray.autoscaling import QUEUED_TOKENS, RUNNING, QueuedTokensPolicy
-from quire.serving.ray.call import AnswerHead, RoutedCall
-from quire.serving.ray.config import AppConfig
-from quire.serving.ray.device import device_of
-from quire.serving.ray.metrics import INGRESS, merge_metrics
+from quire.fleet.ray import app
+from quire.fleet.ray.app_call import run_app
+from quire.fleet.ray.autoscaling import QUEUED_TOKENS, RUNNING, QueuedTokensPolicy
+from quire.fleet.ray.call import AnswerHead, RoutedCall
+from quire.fleet.ray.config import AppConfig
+from quire.fleet.ray.device import device_of
+from quire.fleet.ray.metrics import INGRESS, merge_metrics
 
 CALL = RoutedCall("POST", b"/a%20b?c=d", ((b"x-name", b"value"),), b"body")
 
@@ -101,7 +101,7 @@ def test_a_router_that_is_not_there_is_named() -> None:
 @needs_ray
 @rays_warnings
 def test_ranks_reserve_the_gpus_of_their_replica_on_its_node() -> None:
-    from quire.serving.ray.application import engine_deployment
+    from quire.fleet.ray.application import engine_deployment
 
     app({"num_gpus": 2, "num_cpus": 4, "tensor_parallel_size": 2})  # Serve refuses an actor beyond its bundle
     options = engine_deployment(AppConfig.read({"num_gpus": 2, "num_cpus": 4, "tensor_parallel_size": 2}))

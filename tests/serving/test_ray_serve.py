@@ -161,8 +161,8 @@ def test_the_router_decides_as_the_core_does_with_the_same_events(idle: RayApp) 
     """A twin of the core follows the same publishers, and is told of the same requests."""
     import asyncio
 
-    from quire.kvevents.subscriber import KVEventSubscriber
-    from quire.routing.router import Router, RouteRequest
+    from quire.fleet.kv_events.subscriber import KVEventSubscriber
+    from quire.fleet.routing.router import Router, RouteRequest
 
     async def run() -> None:
         twin = Router()

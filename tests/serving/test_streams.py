@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from quire.server.errors import ApiError
-from quire.serving.proxy.streams import EventCutter, error_event
+from quire.fleet.proxy.streams import EventCutter, error_event
+from quire.server.requests.errors import ApiError
 
 EVENTS = b'data: {"a": 1}\n\n: ping\n\ndata: {"b": "x\\n"}\n\ndata: [DONE]\n\n'
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from quire.errors import ConfigError
-from quire.serving.proxy.fleet import Fleet
-from quire.serving.proxy.upstream import Upstream, UpstreamLost
+from quire.fleet.proxy.fleet import Fleet
+from quire.fleet.proxy.upstream import Upstream, UpstreamLost
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 

@@ -6,15 +6,15 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from quire.measurement.simulation.fleet import FleetTotals, SimulatedFleet
+from quire.measurement.simulation.replicas.replica_settings import ReplicaSettings
+from quire.measurement.simulation.replicas.step_time import FEATURES, FittedStepTime
+from quire.measurement.simulation.replicas.tokens import TokenSpan
+from quire.measurement.simulation.request import SimulatedRequest
+from quire.measurement.simulation.routers import ROUTERS
+from quire.measurement.simulation.samples import SimulationSamples
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import FullAttention, KVCacheSpec
-from quire.simulation.fleet import FleetTotals, SimulatedFleet
-from quire.simulation.replica_settings import ReplicaSettings
-from quire.simulation.request import SimulatedRequest
-from quire.simulation.routers import ROUTERS
-from quire.simulation.samples import SimulationSamples
-from quire.simulation.step_time import FEATURES, FittedStepTime
-from quire.simulation.tokens import TokenSpan
 
 BLOCK_SIZE = 16
 

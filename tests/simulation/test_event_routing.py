@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from quire.simulation.event_routing import KVEventRouter
-from quire.simulation.fleet import SimulatedFleet
-from quire.simulation.request import SimulatedRequest
-from quire.simulation.routing import RouterView
-from quire.simulation.traffic import SyntheticTraffic, TrafficShape
+from quire.measurement.simulation.event_routing import KVEventRouter
+from quire.measurement.simulation.fleet import SimulatedFleet
+from quire.measurement.simulation.request import SimulatedRequest
+from quire.measurement.simulation.routing import RouterView
+from quire.measurement.simulation.traffic import SyntheticTraffic, TrafficShape
 from tests.simulation.fleets import settings, step_time
 
 SHAPE = TrafficShape(

@@ -7,8 +7,14 @@ import random
 import pytest
 
 from quire.errors import ConfigError
-from quire.simulation.fit import MIN_STEPS, MeasuredStep, fit_step_time, quality_of, solve_non_negative
-from quire.simulation.step_time import FEATURES, ROW_NAMES, FittedStepTime, StepItem
+from quire.measurement.simulation.replicas.fit import (
+    MIN_STEPS,
+    MeasuredStep,
+    fit_step_time,
+    quality_of,
+    solve_non_negative,
+)
+from quire.measurement.simulation.replicas.step_time import FEATURES, ROW_NAMES, FittedStepTime, StepItem
 
 
 def random_parts(rng: random.Random) -> list[StepItem]:

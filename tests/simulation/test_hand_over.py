@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
+from quire.measurement.simulation.fleet import FleetTotals, SimulatedFleet
+from quire.measurement.simulation.hand_over import PrefillSplit
+from quire.measurement.simulation.replicas.replica_settings import ReplicaSettings
+from quire.measurement.simulation.replicas.step_time import StepItem
+from quire.measurement.simulation.request import SimulatedRequest
+from quire.measurement.simulation.routers import ROUTERS
+from quire.measurement.simulation.samples import SimulationSamples
 from quire.memory.invariants import check
 from quire.memory.specs import FullAttention, SlidingWindow
-from quire.simulation.fleet import FleetTotals, SimulatedFleet
-from quire.simulation.hand_over import PrefillSplit
-from quire.simulation.replica_settings import ReplicaSettings
-from quire.simulation.request import SimulatedRequest
-from quire.simulation.routers import ROUTERS
-from quire.simulation.samples import SimulationSamples
-from quire.simulation.step_time import StepItem
 from tests.simulation.fleets import BLOCK_SIZE, one_request, random_requests, settings, step_time
 
 BLOCK_BYTES = FullAttention(block_size=BLOCK_SIZE).bytes_per_block

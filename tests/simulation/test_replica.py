@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
+from quire.measurement.simulation.replicas.replica import EngineReplica
+from quire.measurement.simulation.replicas.step_time import StepItem
+from quire.measurement.simulation.replicas.tokens import TokenTable
+from quire.measurement.simulation.routers import ROUTERS
+from quire.measurement.simulation.samples import SimulationSamples
 from quire.memory.invariants import check
 from quire.memory.specs import FullAttention, SlidingWindow
-from quire.simulation.replica import EngineReplica
-from quire.simulation.routers import ROUTERS
-from quire.simulation.samples import SimulationSamples
-from quire.simulation.step_time import StepItem
-from quire.simulation.tokens import TokenTable
 from tests.simulation.fleets import one_request, random_requests, settings, simulate, step_time
 
 

@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise
 import pytest
 
 from quire.errors import ConfigError
-from quire.simulation.fleet import FleetTotals
-from quire.simulation.report import ServiceLevel, SimulationReport, difference, estimate, report_of, verdict
-from quire.simulation.samples import GAP_RATIO, SimulationSamples
+from quire.measurement.simulation.fleet import FleetTotals
+from quire.measurement.simulation.report import ServiceLevel, SimulationReport, difference, estimate, report_of, verdict
+from quire.measurement.simulation.samples import GAP_RATIO, SimulationSamples
 
 TOTALS = FleetTotals(
     num_replicas=2, num_used=1, num_steps=9, busy_s=5.0, num_preemptions=3, num_evictions=4, duration_s=10.0

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.simulation.step_time import (
+from quire.measurement.simulation.replicas.step_time import (
     FEATURES,
     ROW_BOUNDS,
     FittedStepTime,

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
+from quire.measurement.simulation.chart import draw_search, draw_variants
+from quire.measurement.simulation.fleet import SimulatedFleet
+from quire.measurement.simulation.report import ServiceLevel
+from quire.measurement.simulation.request import SimulatedRequest
+from quire.measurement.simulation.routing import PrefixAware, ReplicaLoads, RoundRobin, RouterView
+from quire.measurement.simulation.study import Scenario, find_rate, find_replicas
+from quire.measurement.simulation.traffic import SyntheticTraffic, TrafficShape, TrafficSource
 from quire.memory.manager import KVCacheManager
-from quire.simulation.chart import draw_search, draw_variants
-from quire.simulation.fleet import SimulatedFleet
-from quire.simulation.report import ServiceLevel
-from quire.simulation.request import SimulatedRequest
-from quire.simulation.routing import PrefixAware, ReplicaLoads, RoundRobin, RouterView
-from quire.simulation.study import Scenario, find_rate, find_replicas
-from quire.simulation.traffic import SyntheticTraffic, TrafficShape, TrafficSource
 from tests.simulation.fleets import one_request, settings, step_time
 
 SHAPE = TrafficShape(num_requests=60, input_len=64, output_len=16, rate=4.0, burstiness=0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.simulation.tokens import FIRST_ID, TokenSpan, TokenTable, num_tokens
+from quire.measurement.simulation.replicas.tokens import FIRST_ID, TokenSpan, TokenTable, num_tokens
 
 
 def test_streams_differ_in_their_first_token_and_spans_join() -> None:

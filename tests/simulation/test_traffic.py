@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError, TraceError
-from quire.simulation.tokens import TokenSpan
-from quire.simulation.trace_file import TraceTraffic
-from quire.simulation.traffic import TRAFFIC, SyntheticTraffic, TrafficShape, lognormal_sigma
+from quire.measurement.simulation.replicas.tokens import TokenSpan
+from quire.measurement.simulation.trace_file import TraceTraffic
+from quire.measurement.simulation.traffic import TRAFFIC, SyntheticTraffic, TrafficShape, lognormal_sigma
 
 
 def test_lengths_and_arrivals_have_the_statistics_of_the_shape() -> None:

@@ -10,17 +10,17 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from quire.bounded.process import RemoteCall
+from quire.platform.bounded.process import RemoteCall
 from quire.scheduling.plan import NewSequence
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import GrammarSource, StructuredOutputs
-from quire.structured.compiled_grammar import Grammar
-from quire.structured.grammar_setup import CompiledGrammars, GrammarSetup
-from quire.structured.grammar_state import GrammarState
-from quire.structured.local_grammars import LocalMasks
-from quire.structured.mask_filler import GrammarStates
-from quire.structured.output_constraint import OutputConstraint
-from quire.structured.state_table import StateTable
+from quire.text.structured.compiled_grammar import Grammar
+from quire.text.structured.grammar_setup import CompiledGrammars, GrammarSetup
+from quire.text.structured.grammar_state import GrammarState
+from quire.text.structured.local_grammars import LocalMasks
+from quire.text.structured.mask_filler import GrammarStates
+from quire.text.structured.output_constraint import OutputConstraint
+from quire.text.structured.state_table import StateTable
 
 MERGES = [
     *(("a", "b"), ("n", "a"), ("na", "m"), ("nam", "e"), ('"', "name")),
@@ -71,7 +71,7 @@ def tokenizer() -> Tokenizer:
 
 
 def json_call() -> RemoteCall:
-    return RemoteCall("quire.text.tokenizer_json:same", (str(tokenizer().to_str()),))
+    return RemoteCall("quire.text.tokenizers.tokenizer_json:same", (str(tokenizer().to_str()),))
 
 
 @cache

@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
-from quire.bounded.process import RemoteCall
 from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
+from quire.platform.bounded.process import RemoteCall
 from quire.sequences.structured import GrammarSource, StructuredOutputs
-from quire.structured.compile_sandbox import CompileSandbox
-from quire.structured.grammar_compiler import MAX_SANDBOXES, GrammarCompiler
-from quire.structured.grammar_setup import GrammarModel, GrammarSetup
-from quire.structured.local_grammars import LocalGrammars
+from quire.text.structured.compile_sandbox import CompileSandbox
+from quire.text.structured.grammar_compiler import MAX_SANDBOXES, GrammarCompiler
+from quire.text.structured.grammar_setup import GrammarModel, GrammarSetup
+from quire.text.structured.local_grammars import LocalGrammars
 from tests.structured.grammar_world import NUM_IDS, json_call
 
 SETUP = GrammarSetup(json_call(), NUM_IDS, (0,))
@@ -156,7 +156,8 @@ def test_the_process_loads_no_torch(trial: CompileSandbox) -> None:
 def test_a_tokenizer_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(UnsupportedFeature, match="tokenizer cannot be used") as caught:
         CompileSandbox(
-            SETUP._replace(tokenizer=RemoteCall("quire.text.tokenizer_json:same", ('{"model": {}}',))), 1 << 29
+            SETUP._replace(tokenizer=RemoteCall("quire.text.tokenizers.tokenizer_json:same", ('{"model": {}}',))),
+            1 << 29,
         )
     assert caught.value.field == "structured_outputs"
 

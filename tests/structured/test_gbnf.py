@@ -9,8 +9,8 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 import llguidance
 
 from quire.sequences.structured import GrammarSource
-from quire.structured.compiled_grammar import compile_grammar
-from quire.structured.gbnf import as_lark, is_gbnf
+from quire.text.structured.compiled_grammar import compile_grammar
+from quire.text.structured.gbnf import as_lark, is_gbnf
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 from quire.execution.sampling.sampler import Sampler
 from quire.memory.results import NO_OPS
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
-from quire.structured import grammar_budget
-from quire.structured.grammar_budget import LIMIT_S, SPIKE_STEPS, STEP_S, GrammarAccount, GrammarBudget
-from quire.structured.grammar_setup import CompiledGrammars, GrammarSetup
-from quire.structured.grammar_state import RUN_PART, TOO_SLOW
+from quire.text.structured import grammar_budget
+from quire.text.structured.grammar_budget import LIMIT_S, SPIKE_STEPS, STEP_S, GrammarAccount, GrammarBudget
+from quire.text.structured.grammar_setup import CompiledGrammars, GrammarSetup
+from quire.text.structured.grammar_state import RUN_PART, TOO_SLOW
 from tests.structured.grammar_world import NUM_IDS, constraint_of, json_call, new_sequence, states, tokenizer
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire.sequences.structured import OR_ELSE, GrammarSource
-from quire.structured.grammar_backend import GrammarBackend
-from quire.structured.grammar_cache import CACHED_BYTES, NUM_CACHED, GrammarCache
-from quire.structured.grammar_process import GrammarProcess
-from quire.structured.grammar_setup import GrammarModel
-from quire.structured.local_grammars import HeldGrammar, LocalGrammars
+from quire.text.structured.grammar_backend import GrammarBackend
+from quire.text.structured.grammar_cache import CACHED_BYTES, NUM_CACHED, GrammarCache
+from quire.text.structured.grammar_process import GrammarProcess
+from quire.text.structured.grammar_setup import GrammarModel
+from quire.text.structured.local_grammars import HeldGrammar, LocalGrammars
 from tests.structured.grammar_world import NUM_IDS, json_call
 
 

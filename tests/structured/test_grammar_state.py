@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire.sequences.structured import GrammarSource, StructuredOutputs
-from quire.structured.compiled_grammar import MAX_FORCED_BYTES, compile_grammar, import_llguidance
-from quire.structured.grammar_state import DEAD_END, MAX_RUN, GrammarState
+from quire.text.structured.compiled_grammar import MAX_FORCED_BYTES, compile_grammar, import_llguidance
+from quire.text.structured.grammar_state import DEAD_END, MAX_RUN, GrammarState
 from tests.structured.grammar_world import (
     END,
     NUM_IDS,

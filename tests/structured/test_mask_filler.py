@@ -18,12 +18,12 @@ from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, St
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
-from quire.structured.grammar_backend import MAX_LOCAL_VOCAB, GrammarBackend, open_grammars
-from quire.structured.grammar_process import GrammarProcess
-from quire.structured.grammar_setup import GrammarModel
-from quire.structured.local_grammars import LocalGrammars
-from quire.structured.mask_filler import GrammarStates
-from quire.structured.state_table import LOST, MaskJob, StepStart
+from quire.text.structured.grammar_backend import MAX_LOCAL_VOCAB, GrammarBackend, open_grammars
+from quire.text.structured.grammar_process import GrammarProcess
+from quire.text.structured.grammar_setup import GrammarModel
+from quire.text.structured.local_grammars import LocalGrammars
+from quire.text.structured.mask_filler import GrammarStates
+from quire.text.structured.state_table import LOST, MaskJob, StepStart
 from tests.structured.grammar_world import NUM_IDS, VOCAB, WANTED, constraint_of, fresh, json_call, new_sequence, states
 
 NAMES = sorted(set(WANTED) - {"dead"})

@@ -11,7 +11,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 import llguidance
 
 from quire.sequences.structured import OR_ELSE, GrammarSource
-from quire.structured.compiled_grammar import compile_grammar
+from quire.text.structured.compiled_grammar import compile_grammar
 from quire.text.tool_calls import CallRules, Function, choose_format
 
 NEVER = {"type": "string", "pattern": "^a$", "minLength": 3}

@@ -11,8 +11,8 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
-from quire.structured.grammar_state import GrammarState
-from quire.structured.state_table import StateTable
+from quire.text.structured.grammar_state import GrammarState
+from quire.text.structured.state_table import StateTable
 from tests.structured.grammar_world import END, NUM_IDS, VOCAB, WANTED, compiled, constraint_of, filled, grammar_state
 from tests.structured.grammar_world import new_sequence as with_prompt
 

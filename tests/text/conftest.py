@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from quire.text.rendering import Renderer
-from quire.text.tokenizer import Tokenizer
+from quire.text.chat.rendering import Renderer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's a dog's life, isn't it?",

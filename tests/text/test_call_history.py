@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat.chat_template import ChatTemplate
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"city": "Röm", "deep": true}'}}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, WorkerError
-from quire.text import messages as messages_module
-from quire.text.chat_template import ChatTemplate, require_chat_template
-from quire.text.messages import normalise_messages
-from quire.text.rendering import MAX_PROCESSES, Renderer
-from quire.text.template_environment import GLOBALS, TemplateState, make_environment
+from quire.text.chat import messages as messages_module
+from quire.text.chat.chat_template import ChatTemplate, require_chat_template
+from quire.text.chat.messages import normalise_messages
+from quire.text.chat.rendering import MAX_PROCESSES, Renderer
+from quire.text.chat.template_environment import GLOBALS, TemplateState, make_environment
 
 CHATML = """{%- for message in messages %}
     {%- if message['role'] == 'tool' and loop.first %}

@@ -13,10 +13,10 @@ import transformers
 from tokenizers import AddedToken, decoders
 
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature
-from quire.text.chat_prompt import ChatPrompt
-from quire.text.chat_template import ChatTemplate
-from quire.text.rendering import Renderer
-from quire.text.tokenizer import Tokenizer
+from quire.text.chat.chat_prompt import ChatPrompt
+from quire.text.chat.chat_template import ChatTemplate
+from quire.text.chat.rendering import Renderer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text import kinds
 from tests.text.template_kinds import CHATML, KINDS, TemplateKind
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.text.detokenizer import IncrementalDetokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 NAMES = ["byte_level", "byte_fallback", "word_piece", "metaspace"]
 TEXTS = st.text(

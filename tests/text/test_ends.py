@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.text.ends import EndToken, describe
-from quire.text.gguf_tokenizer import end_token_ids
+from quire.text.tokenizers.ends import EndToken, describe
+from quire.text.tokenizers.gguf_tokenizer import end_token_ids
 from tests.text.gguf_fields import CONTROL, NORMAL, USER_DEFINED
 from tests.text.real_size import PREFIX, gemma_size_fields, qwen_size_fields
 

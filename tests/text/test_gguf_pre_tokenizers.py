@@ -12,10 +12,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from quire.config import ModelConfig
 from quire.engine.startup.tokenizers import open_tokenizer
 from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint
-from quire.text.gguf_pre_tokenizers import PRE_TOKENIZERS, family_of
-from quire.text.gguf_tokenizer import read_gguf_tokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.text.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS, family_of
+from quire.text.tokenizers.gguf_tokenizer import read_gguf_tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 PATH = Path("model.gguf")
 ALPHABET = sorted(ByteLevel.alphabet())

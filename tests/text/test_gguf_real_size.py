@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from quire.cli.quantization.gguf_header import encode_header
 from quire.models.gguf.header import read_header
-from quire.quantization.gguf_header import encode_header
-from quire.text.chat_template import ChatTemplate
-from quire.text.gguf_tokenizer import read_gguf_tokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.chat.chat_template import ChatTemplate
+from quire.text.tokenizers.gguf_tokenizer import read_gguf_tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.real_size import GEMMA_SIZE, PREFIX, QWEN_SIZE, gemma_size_fields, qwen_size_fields
 
 # Processor time of reading a header and building its tokenizer. It takes 0.5 s for the smaller one and 1.1 s for the

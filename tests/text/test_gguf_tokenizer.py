@@ -17,10 +17,10 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_PATTERN
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.checkpoint import locate
-from quire.text.gguf_pre_tokenizers import PRE_TOKENIZERS, ROWS
-from quire.text.gguf_tokenizer import read_gguf_tokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.models.checkpoints.checkpoint import locate
+from quire.text.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS, ROWS
+from quire.text.tokenizers.gguf_tokenizer import read_gguf_tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.gguf_fields import BYTE, CONTROL, NORMAL, UNKNOWN, tokenizer_fields
 
 PATH = Path("model.gguf")

@@ -9,12 +9,12 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from tokenizers import Tokenizer as Library
 
 from quire.errors import CheckpointError, InvalidParameter
-from quire.text.bounds import growth, least_tokens
-from quire.text.components import model_tokens
-from quire.text.cuts import Cuts
-from quire.text.long_texts import MAX_NORMALIZED_BYTES, MAX_UNCUT_BYTES, PIECE_CHARS, TooManyTokens
-from quire.text.patterns import Pattern, Unsupported
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.text.vocabulary.bounds import growth, least_tokens
+from quire.text.vocabulary.components import model_tokens
+from quire.text.vocabulary.cuts import Cuts
+from quire.text.vocabulary.long_texts import MAX_NORMALIZED_BYTES, MAX_UNCUT_BYTES, PIECE_CHARS, TooManyTokens
+from quire.text.vocabulary.patterns import Pattern, Unsupported
 from tests.text.kinds import CUT, WHOLE, hard_text, kind
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quire.text.marks import LENIENT, STRICT, MarkedTexts, Marks
-from quire.text.template_environment import TemplateState, make_environment
+from quire.text.chat.template_environment import TemplateState, make_environment
+from quire.text.vocabulary.marks import LENIENT, STRICT, MarkedTexts, Marks
 
 MARKS = Marks(MarkedTexts("<>", ("end", "name of")))
 CHARS = "<><>ab \n\t.\\"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.text.detokenizer import IncrementalDetokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.lock_holds import longest_hold
 
 FOLDERS = ("byte_level_folder", "byte_fallback_folder")

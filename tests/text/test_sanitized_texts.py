@@ -12,12 +12,12 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from quire.errors import InvalidParameter
-from quire.text import sanitized_texts
-from quire.text.chat_prompt import ChatPrompt
-from quire.text.control_tokens import AddedTokens, ControlTokens
-from quire.text.long_texts import EncodePart, LongTexts
-from quire.text.marks import LENIENT, STRICT
-from quire.text.sanitized_texts import SanitizedTexts
+from quire.text.chat import sanitized_texts
+from quire.text.chat.chat_prompt import ChatPrompt
+from quire.text.chat.sanitized_texts import SanitizedTexts
+from quire.text.vocabulary.control_tokens import AddedTokens, ControlTokens
+from quire.text.vocabulary.long_texts import EncodePart, LongTexts
+from quire.text.vocabulary.marks import LENIENT, STRICT
 from tests.text import kinds
 
 # Control tokens of the tokenizers here: special ones, and others that a template writes.

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from quire.errors import CheckpointError, InvalidParameter, UnsupportedFeature
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 def write(folder: Path, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> Path:

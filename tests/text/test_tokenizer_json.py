@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from quire.bounded.process import RemoteCall
+from quire.cli.quantization.gguf_header import encode_header
 from quire.models.gguf.header import read_header
-from quire.quantization.gguf_header import encode_header
-from quire.text.gguf_tokenizer import read_gguf_tokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.platform.bounded.process import RemoteCall
+from quire.text.tokenizers.gguf_tokenizer import read_gguf_tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.text.gguf_fields import tokenizer_fields
 from tests.text.kinds import kind
 

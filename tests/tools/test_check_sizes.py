@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_sizes import Excess, excesses, kernel_excesses
+from tools.check_sizes import Excess, excesses, folder_excesses, kernel_excesses
 
 
 def found(tmp_path: Path, source: str) -> list[Excess]:
@@ -16,8 +16,8 @@ def found(tmp_path: Path, source: str) -> list[Excess]:
     return list(excesses(path, path.name))
 
 
-@pytest.mark.parametrize(("num_lines", "verdict"), [(400, None), (401, False), (420, False), (421, True)])
-def test_a_file_may_have_400_lines_and_fails_past_420(tmp_path: Path, num_lines: int, verdict: bool | None) -> None:
+@pytest.mark.parametrize(("num_lines", "verdict"), [(600, None), (601, False), (620, False), (621, True)])
+def test_a_file_may_have_600_lines_and_fails_past_620(tmp_path: Path, num_lines: int, verdict: bool | None) -> None:
     found_here = found(tmp_path, "x = 1\n" * num_lines)
     assert [excess.is_failure for excess in found_here] == ([] if verdict is None else [verdict])
 
@@ -51,3 +51,18 @@ def test_a_line_of_a_kernel_has_at_most_120_columns(tmp_path: Path, num_columns:
     path = tmp_path / "kernel.cpp"
     path.write_text("int x;\n" + "/" * num_columns + "\n", encoding="utf-8")
     assert [excess.is_failure for excess in kernel_excesses(path, path.name)] == ([True] if is_failure else [])
+
+
+@pytest.mark.parametrize(
+    ("folder", "num_modules", "is_found"), [("a", 20, False), ("a", 21, True), ("models/families", 30, False)]
+)
+def test_a_folder_has_at_most_20_modules_unless_it_is_a_table(
+    tmp_path: Path, folder: str, num_modules: int, is_found: bool
+) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    for idx in range(num_modules):
+        (tmp_path / folder / f"m{idx}.py").touch()
+    (tmp_path / folder / "__init__.py").touch()
+    assert [(excess.where, excess.size) for excess in folder_excesses(tmp_path)] == (
+        [(folder, num_modules)] if is_found else []
+    )

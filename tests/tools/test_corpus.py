@@ -21,7 +21,7 @@ from tools.bundled_model.plots import Plot
 from tools.bundled_model.stories import cast, long_story, polish, tell
 from tools.bundled_model.story_chats import chat, memory_chat, story_request
 
-BUNDLED = Path(__file__).resolve().parents[2] / "src" / "quire" / "bundled"
+BUNDLED = Path(__file__).resolve().parents[2] / "src" / "quire" / "models" / "bundled"
 LIMIT = 8_000_000
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat.chat_template import ChatTemplate
 from quire.text.reasoning.formats import THINK, choose_reasoning_format
 from quire.text.tool_calls import choose_format
 from quire.text.tool_calls.calls import Function
@@ -28,7 +28,7 @@ from tools.bundled_model.thoughts import thoughtful_chat, thoughtful_tool_chat
 from tools.bundled_model.tool_chats import exchange, new_tool, tool_chat
 from tools.bundled_model.tool_kinds import KINDS, looked_up
 
-BUNDLED = Path(__file__).resolve().parents[2] / "src" / "quire" / "bundled"
+BUNDLED = Path(__file__).resolve().parents[2] / "src" / "quire" / "models" / "bundled"
 
 
 @pytest.fixture(scope="module")

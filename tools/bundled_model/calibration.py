@@ -36,7 +36,7 @@ def lines(count: int = NUM_DOCUMENTS) -> Iterator[str]:
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, nargs="?", default=Path("src/quire/bundled/calibration.jsonl"))
+    parser.add_argument("file", type=Path, nargs="?", default=Path("src/quire/models/bundled/calibration.jsonl"))
     parser.parse_args().file.write_text("".join(f"{line}\n" for line in lines()), encoding="utf-8")
 
 

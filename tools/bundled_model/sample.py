@@ -103,7 +103,7 @@ def write(model: SmallLlama, tokenizer: Tokenizer, prompt: str, temperature: flo
 def main() -> None:
     """Print continuations of some prompts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path("src/quire/bundled"))
+    parser.add_argument("--model", type=Path, default=Path("src/quire/models/bundled"))
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--story", action="append", default=[], help="beginning of a story")

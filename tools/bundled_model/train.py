@@ -3,9 +3,9 @@
 Run it from the root of the repository, first for stories and conversations, then, with `--start` and `--skills`, for
 tools and thinking (the card of the model has every command that made it)::
 
-    python -m tools.bundled_model.train --out src/quire/bundled --tokens 12000000 --minutes 600
-    python -m tools.bundled_model.train --start src/quire/bundled --out src/quire/bundled --skills 0.65 --seed 17 \
-        --tokens 4000000 --rate 2e-3 --warm 80
+    python -m tools.bundled_model.train --out src/quire/models/bundled --tokens 12000000 --minutes 600
+    python -m tools.bundled_model.train --start src/quire/models/bundled --out src/quire/models/bundled --skills 0.65 \
+        --seed 17 --tokens 4000000 --rate 2e-3 --warm 80
 
 A larger model of the same corpus, of 23 million parameters, to measure what quantisation costs one (no card of it is
 written)::

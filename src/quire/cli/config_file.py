@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.bounded.files import read_file
 from quire.errors import ConfigError, shown
+from quire.platform.bounded.files import read_file
 
 MAX_BYTES = 1 << 20
 FLAG = "--config"

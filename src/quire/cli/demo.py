@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from quire.cli.live_table import LiveTable, MemoryWatch
+from quire.cli.terminal.live_table import LiveTable, MemoryWatch
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -116,7 +116,7 @@ def check_torch() -> Iterator[Finding]:
     """Check PyTorch, and the processor features that it uses."""
     import torch
 
-    from quire.ops.torch_ops import packing_works
+    from quire.ops.pytorch.torch_ops import packing_works
 
     built_for = "CPU only" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     yield Finding("torch build", OK, f"{torch.__version__}, {built_for}")
@@ -136,7 +136,7 @@ def check_torch() -> Iterator[Finding]:
 
 def check_kernels() -> Iterator[Finding]:
     """Check the native kernels, and the best level of them that this processor runs."""
-    from quire.ops.native_library import find_library, runnable_libraries
+    from quire.ops.cpu.native_library import find_library, runnable_libraries
 
     found = find_library()
     if isinstance(found, str):
@@ -174,7 +174,7 @@ def check_machine() -> Iterator[Finding]:
 
 def check_bundled_model() -> Iterator[Finding]:
     """Check the bundled model by a question about its name."""
-    folder = files("quire") / "bundled"
+    folder = files("quire.models") / "bundled"
     missing = [name for name in BUNDLED_FILES if not (folder / name).is_file()]
     if missing:
         yield Finding("bundled model", FAIL, f"{', '.join(missing)} missing", "install Quire again")

@@ -32,9 +32,9 @@ def check_files(config: EngineConfig) -> None:
     Raises:
         ConfigError: one of them cannot be used.
     """
-    from quire.models.checkpoint import check_weights, find_gguf, read_config
+    from quire.models.checkpoints.checkpoint import check_weights, find_gguf, read_config
     from quire.models.families import read_model
-    from quire.models.quantization_config import check_stored_method, without_quantization
+    from quire.models.families.quantization_config import check_stored_method, without_quantization
 
     _check_packages(config.cache)
     revision = config.model.revision

@@ -12,9 +12,9 @@ from quire.cli.options import Subparsers
 from quire.errors import QuireError, shown
 
 if TYPE_CHECKING:
-    from quire.models.checkpoint import Checkpoint
-    from quire.models.inspection import Inspection
-    from quire.text.ends import EndToken
+    from quire.models.checkpoints.checkpoint import Checkpoint
+    from quire.models.loading.inspection import Inspection
+    from quire.text.tokenizers.ends import EndToken
 
 EXIT_REFUSED = 1
 
@@ -37,8 +37,8 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from quire.models.checkpoint import Checkpoint
-    from quire.models.inspection import inspect
+    from quire.models.checkpoints.checkpoint import Checkpoint
+    from quire.models.loading.inspection import inspect
 
     checkpoint = Checkpoint.open(args.model, args.revision)
     found = inspect(checkpoint)
@@ -66,7 +66,7 @@ def _read_ends(checkpoint: Checkpoint) -> tuple[tuple[EndToken, ...], str]:
 
 def lines(found: Inspection, ends: Collection[EndToken], *, has_metadata: bool) -> Iterator[str]:
     """Yield the lines of the report."""
-    from quire.text.ends import describe
+    from quire.text.tokenizers.ends import describe
 
     yield f"format        {found.format}"
     yield f"architecture  {found.architecture}"

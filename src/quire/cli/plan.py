@@ -14,8 +14,8 @@ from quire.config import GIB, EngineConfig
 from quire.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from quire.capacity.report import GPUPlan, GroupPlan, MemoryPlan
     from quire.cli.options import Subparsers
+    from quire.models.capacity.report import GPUPlan, GroupPlan, MemoryPlan
 
 EXIT_DOES_NOT_FIT = 1
 # The engine's options that change a size.
@@ -82,8 +82,8 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from quire.capacity.planner import plan_memory
-    from quire.capacity.report import PlanRequest
+    from quire.models.capacity.planner import plan_memory
+    from quire.models.capacity.report import PlanRequest
 
     options, memory_bytes = engine_options(args), args.memory
     if args.gpu is not None:
@@ -114,7 +114,7 @@ def _gpu_bytes(name: str, memory_bytes: int | None, device: str) -> int:
     Raises:
         ConfigError: there is no such name, or another option says otherwise.
     """
-    from quire.bench.hardware import HARDWARE
+    from quire.measurement.bench.hardware import HARDWARE
 
     known = {key: int(hardware.memory_bytes) for key, hardware in HARDWARE.items() if hardware.device == "cuda"}
     if name not in known:
@@ -132,8 +132,8 @@ def _gpu_bytes(name: str, memory_bytes: int | None, device: str) -> int:
 
 def _decode_rates(plan: MemoryPlan, config: EngineConfig, gpu: str) -> list[float | None]:
     """Return the tokens in a second of as many sequences of each length as run at once; None where none does."""
-    from quire.bench.simulated_engine import roofline_of
-    from quire.simulation.step_time import StepItem
+    from quire.measurement.bench.simulated_engine import roofline_of
+    from quire.measurement.simulation.replicas.step_time import StepItem
 
     step_time = roofline_of(config, gpu, config.parallel.tensor_parallel_size)
     return [

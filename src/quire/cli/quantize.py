@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from quire.quantization.quantize import QuantizeOptions, quantize
+    from quire.cli.quantization.quantize import QuantizeOptions, quantize
 
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)

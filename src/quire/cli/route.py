@@ -6,8 +6,8 @@ import argparse
 import os
 
 from quire.cli.server_options import add_address, add_log_level
-from quire.routing.router import POLICIES, RouterConfig
-from quire.server.address import bind_server
+from quire.fleet.routing.router import POLICIES, RouterConfig
+from quire.server.http.address import bind_server
 from quire.server.settings import ServerConfig
 
 DEFAULT_PORT = 8080
@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"probe_interval must be from 0.05 to 3600, got {args.probe_interval!r}", field="probe_interval"
         )
-    from quire.serving.proxy.fleet import Fleet
-    from quire.serving.proxy.lifecycle import serve_proxy
+    from quire.fleet.proxy.fleet import Fleet
+    from quire.fleet.proxy.lifecycle import serve_proxy
 
     urls = [url for part in args.to for url in part.split(",") if url]
     fleet = Fleet(urls, config.operator_key or config.api_key, args.probe_interval, RouterConfig(policy=args.policy))

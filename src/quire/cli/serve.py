@@ -8,7 +8,7 @@ from quire.cli import options
 from quire.cli.early_checks import check_files
 from quire.cli.server_options import add_server_options, read_server_config
 from quire.errors import ConfigError
-from quire.server.address import bind_server
+from quire.server.http.address import bind_server
 
 DEFAULT_MAX_QUEUE_LEN = 1024
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     import logging
 
     from quire.config import EngineConfig
-    from quire.server.log_setup import set_up_log
+    from quire.server.state.log_setup import set_up_log
 
     set_up_log(args.log_level.upper(), is_json=args.log_format == "json")
     server_config = read_server_config(args)
@@ -56,15 +56,19 @@ def run(args: argparse.Namespace) -> int:
 
         place = torchrun_place(engine_config.parallel)
         if place is not None and place.rank > 0:
-            from quire.engine.startup.loading import load
+            from quire.engine.startup.start import load
 
             load(engine_config)  # the process ends there, with rank 0, which serves
     # The address comes before the engine, whose import takes seconds, and the model, which may take minutes.
     with bind_server(server_config) as listener:
         if args.replicas != 1:
-            from quire.serving.local_fleet import serve_replicas
+            from quire.fleet.local_fleet import serve_replicas
 
             return serve_replicas(args.arguments, args.replicas, server_config, listener)
+        if server_config.api_server_count:
+            from quire.server.fronts.supervisor import serve_with_fronts
+
+            return serve_with_fronts(engine_config, server_config, listener)
         from quire.server.lifecycle import serve
 
         return serve(engine_config, server_config, listener)

@@ -25,7 +25,7 @@ from quire.distributed.shared_memory import SharedMemoryTransport, has_shared_me
 from quire.distributed.shared_stages import make_stages_memory, share_stages
 from quire.distributed.transport import Transport
 from quire.errors import ConfigError, WorkerError
-from quire.ops.native_library import NativeLibrary, find_library
+from quire.ops.cpu.native_library import NativeLibrary, find_library
 from quire.platform.host_probe import num_cores
 
 # Imports take seconds, on a busy machine a minute.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import LockstepDrift, RankFailed
-from quire.ops.native_library import TYPES, NativeLibrary
-from quire.ops.native_ranks import RankGroupCall
+from quire.ops.cpu.native_library import TYPES, NativeLibrary
+from quire.ops.interface.shared_ranks import RankGroupCall
 
 # Bytes of a slot. More than the rows of a decode step, and few enough that a prompt's rows stay in the cache meanwhile.
 SLOT_BYTES: Final = 1 << 22

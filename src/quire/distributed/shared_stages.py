@@ -20,7 +20,7 @@ from quire.distributed.pipeline import MAX_MESSAGE_BYTES, PipelineGroup
 from quire.distributed.rank_grid import RankGrid
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.shared_memory import SLOT_BYTES, SharedMemoryTransport, make_memory, region_bytes
-from quire.ops.native_library import NativeLibrary
+from quire.ops.cpu.native_library import NativeLibrary
 
 T = TypeVar("T", bound=SharedMemoryTransport)
 

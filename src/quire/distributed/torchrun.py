@@ -23,7 +23,7 @@ from quire.distributed.shared_memory import SharedMemoryTransport, make_memory
 from quire.distributed.shared_stages import SharedPlace
 from quire.distributed.transport import Transport
 from quire.errors import ConfigError, RankFailed, WorkerError
-from quire.ops.native_library import NativeLibrary
+from quire.ops.cpu.native_library import NativeLibrary
 from quire.platform.host_probe import num_cores
 
 # Time for all ranks to find each other.

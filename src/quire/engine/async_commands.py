@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from quire.engine.delta_pacer import DeltaPacer
 from quire.engine.engine import Engine
 from quire.engine.outputs.mailbox import Item
-from quire.structured.local_grammars import HeldGrammar
+from quire.text.structured.local_grammars import HeldGrammar
 
 
 class OutputSink(Protocol):

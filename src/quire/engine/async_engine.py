@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 from quire.engine.engine import Engine
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import WorkerError
-from quire.execution.async_executor import AsyncExecutor, LaunchedStep
+from quire.execution.runners.async_executor import AsyncExecutor, LaunchedStep
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.plan import ScheduledSequence, StepPlan

@@ -25,13 +25,14 @@ from quire.engine.metrics.stats import EngineStats, Health
 from quire.engine.outputs.mailbox import OutputMailbox
 from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.queue_slots import QueueSlots, SlotReservation
-from quire.engine.startup.loading import LoadedModel, load
+from quire.engine.startup.loading import LoadedModel
+from quire.engine.startup.start import load
 from quire.engine.submission import Submitter
 from quire.errors import WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import RequestOutputKind, SamplingParams
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.config import ResolvedConfig
-from quire.decoding.speculation import AdaptiveDrafter
 from quire.distributed.ranks import Ranks
 from quire.engine.adapters import AdapterRegistry, acquire_adapter
 from quire.engine.control.step_recorder import StepRecorder
@@ -26,15 +25,16 @@ from quire.engine.outputs.early_ends import EarlyEnds
 from quire.engine.outputs.output_processor import OutputProcessor
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import NO_TOKEN, InvalidParameter, RequestFailed, WorkerError
-from quire.execution.executor import Executor
+from quire.execution.runners.executor import Executor
 from quire.memory.usage import Usage
 from quire.scheduling.plan import StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.sequences.status import FinishReason
-from quire.structured.grammar_compiler import GrammarCompiler
-from quire.text.tokenizer import Tokenizer
+from quire.text.structured.grammar_compiler import GrammarCompiler
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class Engine:

@@ -23,16 +23,16 @@ from quire.engine.outputs.progress import ProgressBar
 from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
 from quire.engine.outputs.tool_calls import add_calls, explained, with_calls
 from quire.engine.pooled_llm import PooledLLM, as_conversations, as_prompts, priorities_of
-from quire.engine.startup.loading import load
+from quire.engine.startup.start import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
 from quire.platform.heap import frozen_heap
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
-from quire.text.chat_prompt import ChatPrompt
-from quire.text.chat_template import ChatTemplate, require_chat_template
+from quire.text.chat.chat_prompt import ChatPrompt
+from quire.text.chat.chat_template import ChatTemplate, require_chat_template
 from quire.text.reasoning import ReasoningModel
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolModel
 
 logger = logging.getLogger(__name__)

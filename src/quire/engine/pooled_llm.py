@@ -24,7 +24,7 @@ from quire.engine.outputs.pooled_outputs import (
 )
 from quire.engine.scoring import CLASSES, class_scores, make_score_job
 from quire.errors import InvalidParameter, RequestError
-from quire.models.pooling_config import PoolingConfig
+from quire.models.checkpoints.pooling_config import PoolingConfig
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams

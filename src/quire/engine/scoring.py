@@ -10,8 +10,8 @@ from typing import NamedTuple
 from quire.engine.inputs.prompts import TextPair
 from quire.engine.outputs.pooled_outputs import embedding_of
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.models.encoder_spec import ClassifierHead
-from quire.models.pooling_config import PoolingConfig
+from quire.models.checkpoints.pooling_config import PoolingConfig
+from quire.models.specs.encoder_spec import ClassifierHead
 from quire.sequences.pooling import Pooling, PoolingParams
 
 CLASSES = Pooling(kind="classify")

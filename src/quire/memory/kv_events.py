@@ -16,7 +16,8 @@ equal prefixes of one manager have equal hashes, on all tiers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from struct import Struct, unpack
 from typing import NamedTuple
@@ -32,6 +33,8 @@ from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, Sliding
 MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
 # The first item of the extra key of a tenant; that of media is a digest.
 TENANT = "tenant"
+# Groups that consumers tell apart, at most.
+MAX_GROUPS = 64
 
 # A salt; (`TENANT`, tenant); or (digest of media, their first position relative to the block's start).
 ExtraKey = str | tuple[str, str | int]
@@ -296,3 +299,12 @@ def _extra_keys(node: RadixNode, position: int, namespace: Namespace) -> tuple[E
         if namespace.tenant is not None:
             keys.append((TENANT, namespace.tenant))
     return tuple(keys) or None
+
+
+def encode(token_ids: Iterable[int]) -> bytes:
+    """Return token ids as the contents of blocks have them.
+
+    Raises:
+        OverflowError: one is negative, or has more than 32 bits.
+    """
+    return array("I", token_ids).tobytes()

@@ -6,11 +6,11 @@ import torch
 
 from quire.config import Quantization
 from quire.errors import ConfigError
-from quire.ops.interface import Ops
-from quire.ops.native_library import NativeLibrary, find_library
-from quire.ops.native_ops import NativeOps
-from quire.ops.torch_ops import TorchOps
-from quire.ops.weight_formats import FORMS
+from quire.ops.cpu.native_library import NativeLibrary, find_library
+from quire.ops.cpu.native_ops import NativeOps
+from quire.ops.interface.ops import Ops
+from quire.ops.interface.weight_formats import FORMS
+from quire.ops.pytorch.torch_ops import TorchOps
 
 
 def make_ops(

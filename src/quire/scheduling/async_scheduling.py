@@ -55,14 +55,14 @@ from math import inf
 from operator import sub
 from typing import Final, NamedTuple, cast
 
-from quire.decoding.drafting import UNKNOWN, Drafter
-from quire.decoding.speculation import FIRST_PAUSE, AdaptiveDrafter
-from quire.decoding.stop import end_of_tokens
 from quire.scheduling.beam_groups import append_to_group
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.edits import SequenceEvent
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
+from quire.sequences.decoding.drafting import UNKNOWN, Drafter
+from quire.sequences.decoding.speculation import FIRST_PAUSE, AdaptiveDrafter
+from quire.sequences.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import SequenceStatus
 

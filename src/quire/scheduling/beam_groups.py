@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
-from quire.decoding.beams import num_candidates
 from quire.memory.manager import KVCacheManager
 from quire.scheduling.plan import BeamGroup
+from quire.sequences.decoding.beams import num_candidates
 from quire.sequences.sequence import Sequence
 
 

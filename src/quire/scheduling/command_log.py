@@ -37,7 +37,6 @@ from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from typing import Any, Final, Protocol
 
-from quire.decoding.speculation import AdaptiveDrafter
 from quire.errors import LockstepDrift
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
@@ -49,6 +48,7 @@ from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSeq
 from quire.scheduling.plans_in_flight import PlansInFlight
 from quire.scheduling.preemption import TransferRates
 from quire.scheduling.scheduler import Scheduler
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.request_json import check_travels, request_from_json, request_to_json
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason

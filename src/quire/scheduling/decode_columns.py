@@ -11,9 +11,9 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate, compress, count, repeat
 from typing import Final, overload
 
-from quire.decoding.drafting import UNKNOWN
 from quire.memory.results import TableDelta
 from quire.scheduling.plan import ItemResult, ScheduledSequence
+from quire.sequences.decoding.drafting import UNKNOWN
 
 # The tokens of an item whose token the previous step samples.
 _PLACEHOLDER: Final = (UNKNOWN,)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 
-from quire.decoding.drafting import Drafter
-from quire.decoding.speculation import AdaptiveDrafter
 from quire.memory.manager import KVCacheManager
 from quire.scheduling.draft_branches import DraftBranches
 from quire.scheduling.plan import ItemResult, ScheduledSequence
 from quire.scheduling.queues import Queues
 from quire.scheduling.stats import SchedulerStats
+from quire.sequences.decoding.drafting import Drafter
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.sequence import Sequence
 
 # Tokens that were proposed, by the sequence that they would follow.

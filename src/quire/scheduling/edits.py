@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from quire.decoding import beams as beam_search
 from quire.scheduling.drafts import DraftSlots
 from quire.scheduling.registry import SequenceRegistry
 from quire.sequences.beams import Candidate
+from quire.sequences.decoding import beams as beam_search
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import FinishReason
 from quire.sequences.strategy import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from quire.decoding.strategies import default_edit_of, strategy_of
 from quire.memory.manager import KVCacheManager
 from quire.scheduling.policies import Order
 from quire.scheduling.queues import Queues
 from quire.sequences.beams import BeamSearch
+from quire.sequences.decoding.strategies import default_edit_of, strategy_of
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason, SequenceStatus
 

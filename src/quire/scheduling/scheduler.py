@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import takewhile
 
-from quire.decoding.drafting import Drafter
-from quire.decoding.stop import end_of_tokens
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.results import NO_OPS, MemoryOps
@@ -30,6 +28,8 @@ from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.registry import SequenceRegistry
 from quire.scheduling.stats import SchedulerStats
+from quire.sequences.decoding.drafting import Drafter
+from quire.sequences.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
 

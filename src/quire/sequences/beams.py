@@ -61,7 +61,7 @@ class Hypothesis(NamedTuple):
 
 @dataclass(slots=True)
 class BeamSearch:
-    """State of one request's search; updated by `quire.decoding.beams`.
+    """State of one request's search; updated by `quire.sequences.decoding.beams`.
 
     Args:
         scores: sum of the log probabilities of each running beam, by `sample_idx`.

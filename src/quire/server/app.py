@@ -17,29 +17,26 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from quire.server import (
-    adapters,
+from quire.server.operations import adapters, block_routes, monitoring, pins
+from quire.server.operations.page_files import page
+from quire.server.protocols import (
     anthropic_messages,
-    block_routes,
     chat_completions,
     completions,
     models,
-    monitoring,
     ollama,
     ollama_embed,
-    pins,
     pooling,
     prompt_tokens,
     responses,
     tokens,
 )
-from quire.server.auth import Guard, check_operator
-from quire.server.errors import handle_http_exception
-from quire.server.intake import Intake
-from quire.server.page_files import page
-from quire.server.request_log import RequestRecorder
-from quire.server.state import ServerState
-from quire.server.tracing import RequestTracer
+from quire.server.requests.errors import handle_http_exception
+from quire.server.state.auth import Guard, check_operator
+from quire.server.state.intake import Intake
+from quire.server.state.request_log import RequestRecorder
+from quire.server.state.state import ServerState
+from quire.server.state.tracing import RequestTracer
 
 Handler = Callable[[ServerState, Request], Awaitable[ASGIApp]]
 

@@ -13,24 +13,23 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from quire import __version__
-from quire.bounded.json_text import limit_digits
 from quire.config import EngineConfig
 from quire.config.extras import check_extra
-from quire.errors import ConfigError
-from quire.server.address import url_of
+from quire.platform.bounded.json_text import limit_digits
+from quire.server.admission.in_flight import RequestsInFlight
 from quire.server.app import build_app
-from quire.server.body import BodyReader
-from quire.server.errors import stopping
-from quire.server.http_server import HttpServer, start_http
-from quire.server.in_flight import RequestsInFlight
-from quire.server.listener import read_max_connections
+from quire.server.http.address import url_of
+from quire.server.http.http_server import HttpServer, start_http
+from quire.server.http.listener import read_max_connections
+from quire.server.kv_views.views import LocalViews
+from quire.server.operations.throughput_log import log_throughput
+from quire.server.requests.body import BodyReader
+from quire.server.requests.errors import stopping
 from quire.server.settings import ServerConfig
-from quire.server.state import ServerState
-from quire.server.throughput_log import log_throughput
-from quire.server.tracing import RequestTracer
-from quire.server.views import LocalViews
+from quire.server.state.state import ServerState
+from quire.server.state.tracing import RequestTracer
 from quire.text.reasoning import ReasoningModel
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolFormat, choose_format
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
@@ -62,8 +61,6 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
     limit_digits()
     if config.otlp_traces_endpoint is not None:
         check_extra("otlp_traces_endpoint")
-    if config.api_server_count:
-        return _serve_with_fronts(engine_config, config, listener)
     max_connections = read_max_connections(config.max_connections)
     from quire.engine.async_llm import AsyncLLM
 
@@ -96,23 +93,6 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
     return EXIT_ENGINE_DIED if llm.has_failed else 0
 
 
-def _serve_with_fronts(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
-    """Load a model and serve it with front processes; see `serve`."""
-    check_extra("api_server_count")
-    if os.name != "posix":
-        raise ConfigError(
-            "api_server_count needs a POSIX system; 0 serves in the engine's process", field="api_server_count"
-        )
-    from quire.engine.async_llm import AsyncLLM
-    from quire.server.fronts.supervisor import serve_with_fronts
-
-    llm = AsyncLLM.from_config(engine_config)
-    try:
-        return serve_with_fronts(llm, config, engine_config.model.served_names[1:], listener)
-    finally:
-        llm.shutdown()
-
-
 def body_reader(llm: AsyncLLM, config: ServerConfig) -> BodyReader:
     """Return the parser of request bodies for a model."""
     # Every list of integers in a valid request is at most as long as the context or the vocabulary.
@@ -133,7 +113,7 @@ def engine_tasks(llm: AsyncLLM, views: LocalViews, config: ServerConfig) -> list
     if config.log_interval_s:
         tasks.append(asyncio.create_task(log_throughput(llm, config.log_interval_s)))
     if config.watch:
-        from quire.server.terminal_map import show_in_terminal
+        from quire.server.operations.terminal_map import show_in_terminal
 
         tasks.append(asyncio.create_task(show_in_terminal(views.block_map)))
     return tasks

@@ -7,10 +7,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from quire.bounded.files import read_file
-from quire.bounded.json_text import parse
 from quire.errors import ConfigError, QuireError, shown
-from quire.text.tokenizer import Tokenizer
+from quire.platform.bounded.files import read_file
+from quire.platform.bounded.json_text import parse
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES: Final = 64 << 20
 JSON_LINES: Final = ".jsonl"
@@ -18,7 +18,7 @@ JSON_LINES: Final = ".jsonl"
 
 def bundled_text(name: str) -> Path:
     """Return the path of a text that the package ships."""
-    return Path(str(resources.files("quire").joinpath("bundled", name)))
+    return Path(str(resources.files("quire.models").joinpath("bundled", name)))
 
 
 def read_text(path: Path, field: str) -> str:

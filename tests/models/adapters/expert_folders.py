@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.quantization_config import without_quantization
-from quire.models.spec import experts_of
+from quire.models.families.quantization_config import without_quantization
+from quire.models.specs.spec import experts_of
 from tests.models.adapters.folders import PREFIX, random_matrices, write_adapter
 
 # Gate, up and down of an expert.

@@ -11,7 +11,7 @@ import transformers
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.distributed.rank_group import RankGroup
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
 from tests.distributed.in_threads import native_library, run_groups, run_ranks
 from tests.distributed.test_pipeline import make_stages

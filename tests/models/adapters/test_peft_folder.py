@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.bounded.patterns import match_names
 from quire.errors import CheckpointError
 from quire.models.adapters.expert_layers import ExpertLayers, is_first_of_inputs
 from quire.models.adapters.names import module_key
 from quire.models.adapters.peft_folder import ModuleShape, PeftAdapter, read_peft
-from quire.models.spec import Attention, Experts, LayerSpec, ModelSpec, RMSNorm
+from quire.models.specs.spec import Attention, Experts, LayerSpec, ModelSpec, RMSNorm
+from quire.platform.bounded.patterns import match_names
 from tests.models.adapters.folders import PREFIX, random_matrices, write_adapter
 
 WIDTHS = {f"model.layers.{idx}.self_attn.{name}": (8, 6) for idx in range(2) for name in ("q_proj", "v_proj")}

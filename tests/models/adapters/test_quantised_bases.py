@@ -14,19 +14,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.bench.exact_ops import ExactOps
 from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
+from quire.measurement.bench.exact_ops import ExactOps
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.tensor_reader import TensorReader, join_parts
 from quire.models.families import build
-from quire.models.loading import load_decoder, make_adapter_slots
-from quire.models.quantization_config import without_quantization
-from quire.models.spec import WeightMap
-from quire.models.tensor_reader import TensorReader, join_parts
-from quire.models.weights import load_weights
-from quire.ops.lora import LoraRows
-from quire.ops.quantized_weight import StoredWeight
-from quire.ops.reference import ReferenceOps
+from quire.models.families.quantization_config import without_quantization
+from quire.models.loading.loading import load_decoder, make_adapter_slots
+from quire.models.loading.weights import load_weights
+from quire.models.modules.decoder import Decoder
+from quire.models.specs.spec import WeightMap
+from quire.ops.interface.lora import LoraRows
+from quire.ops.interface.quantized_weight import StoredWeight
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.engine.test_stored_quantization import METHODS, Tensors, groups_of
 from tests.models.adapters.expert_folders import linear_adapter, products_of
 from tests.models.adapters.folders import random_matrices, write_adapter

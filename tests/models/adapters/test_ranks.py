@@ -19,9 +19,9 @@ from quire.distributed.rank_group import RankGroup
 from quire.engine.startup.ranked_adapters import FollowerSlots, LeaderSlots
 from quire.errors import CheckpointError, LockstepDrift
 from quire.models.adapters.slots import AdapterSlots
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
-from quire.models.loading import load_decoder, make_adapter_slots
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import load_decoder, make_adapter_slots
+from quire.models.modules.decoder import Decoder
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
 from tests.conformance.conftest import slow_or_exhaustive
 from tests.distributed.in_threads import run_groups, run_ranks

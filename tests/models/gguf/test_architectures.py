@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.models.families.expert_layout import LINEAR_EXPERTS, has_linear_experts
 from quire.models.gguf.architectures import TensorSource, read_architecture
+from quire.models.modules.decoder import Decoder
 from quire.ops import make_ops
 from tests.models.gguf.cases import GGUF_CASES, config_of, save_checkpoint
 from tests.models.gguf.writer import f32, write_gguf

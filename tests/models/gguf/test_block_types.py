@@ -13,15 +13,9 @@ from gguf import GGMLQuantizationType, quants
 
 from quire.models.gguf.block_types import BLOCK_TYPES, BlockType
 from quire.models.gguf.tensor_types import Q4_0
-from quire.ops.native_library import NativeLibrary, runnable_libraries
-from quire.ops.quantized_weight import (
-    SUPER_GROUP,
-    QuantizedRows,
-    QuantizedWeight,
-    StoredWeight,
-    dequantize,
-)
-from quire.ops.weight_memory import WeightMemory
+from quire.ops.cpu.native_library import NativeLibrary, runnable_libraries
+from quire.ops.interface.quantized_weight import SUPER_GROUP, QuantizedRows, QuantizedWeight, StoredWeight, dequantize
+from quire.ops.interface.weight_memory import WeightMemory
 
 # Offsets of the float16 fields of a block, whose random bytes must be finite numbers.
 FLOAT16_FIELDS = {

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Type
 
 from quire.errors import CheckpointError
 from quire.models.gguf.architectures import read_architecture
-from quire.ops.reference import ReferenceOps
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.models.gguf.cases import GGUF_CASES, save_checkpoint
 from tests.models.gguf.test_architectures import read, write
 from tests.models.gguf.test_models import stored_decoder

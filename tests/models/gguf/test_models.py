@@ -10,15 +10,15 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from quire.bench.exact_ops import ExactOps
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
+from quire.measurement.bench.exact_ops import ExactOps
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.gguf.architectures import read_architecture
-from quire.models.loading import load_decoder
-from quire.models.weights import load_weights
-from quire.ops.interface import Ops
-from quire.ops.reference import ReferenceOps
+from quire.models.loading.loading import load_decoder
+from quire.models.loading.weights import load_weights
+from quire.models.modules.decoder import Decoder
+from quire.ops.interface.ops import Ops
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.models.gguf.cases import GGUF_CASES, save_checkpoint
 from tests.models.gguf.test_architectures import read
 from tests.models.gguf.writer import TypeOf, f32, write_gguf

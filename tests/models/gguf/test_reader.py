@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
+from quire.cli.quantization.gguf_header import encode_header
 from quire.errors import CheckpointError
 from quire.models.gguf.header import read_header
 from quire.models.gguf.reader import GGUFFile
 from quire.models.gguf.tensor_types import TENSOR_TYPES
-from quire.quantization.gguf_header import encode_header
 
 FIELDS: dict[str, tuple[Any, GGUFValueType]] = {
     "a.uint8": (255, GGUFValueType.UINT8),

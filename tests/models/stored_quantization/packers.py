@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.models.stored_quantization import TORCH_DTYPES, LayerWeight, read_quantization
-from quire.models.stored_tensor import StoredTensor
+from quire.models.stored_quantization import TORCH_DTYPES, read_quantization
+from quire.models.tensors.layer_weight import LayerWeight
+from quire.models.tensors.stored_tensor import StoredTensor
 
 NAMES = {
     torch.bfloat16: "BF16",

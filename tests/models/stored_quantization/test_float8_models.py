@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from quire.models.checkpoint import Checkpoint
-from quire.models.loading import load_decoder
-from quire.models.stored_quantization import LayerWeight
-from quire.models.tensor_reader import TensorReader
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.tensor_reader import TensorReader
+from quire.models.loading.loading import load_decoder
+from quire.models.tensors.layer_weight import LayerWeight
 from tests.models.stored_tensors import stored_tensors
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import PagedRun, make_tiny, random_tokens, reference_logits

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.models.checkpoint import Checkpoint
-from quire.models.mapped_file import MappedFile
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.stored_quantization import TORCH_DTYPES, read_quantization
+from quire.models.tensors.mapped_file import MappedFile
 from tests.models.stored_quantization.packers import (
     check_values,
     fp4_values,

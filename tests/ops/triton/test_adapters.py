@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from quire import LoRARequest, SamplingParams
-from quire.ops.lora import ANY_SLOT, LoraLayer, LoraPart, LoraRows, LoraWeight, TorchLoraLayer
-from quire.ops.weight_memory import WeightMemory
+from quire.ops.interface.lora import ANY_SLOT, LoraLayer, LoraPart, LoraRows, LoraWeight, TorchLoraLayer
+from quire.ops.interface.weight_memory import WeightMemory
 from tests.conformance.checkpoints import save_checkpoint
 from tests.engine.test_adapters import WIDTHS
 from tests.models.adapters.folders import random_matrices, write_adapter
@@ -20,7 +20,7 @@ from tests.ops.test_lora import weight
 from tests.ops.triton.device import DEVICE, MARKS, make_ops, randn
 from tests.ops.triton.test_engine import load
 
-from quire.ops.static_steps import StaticLimits, StaticMemory  # isort: skip - the modules above skip without Triton
+from quire.ops.interface.static_steps import StaticLimits, StaticMemory  # isort: skip - the modules above skip without Triton
 from quire.ops.triton import adapters  # isort: skip
 from quire.ops.triton.adapters import (  # isort: skip
     FEW_ROWS,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.execution.sampling.known_rows import know_rows
+from quire.execution.sampling.device.known_rows import know_rows
 from quire.execution.sampling.row_sampling import SamplingState
 from quire.scheduling.plan import NewSequence
 from quire.sequences.params import SamplingParams
@@ -23,15 +23,15 @@ from tests.ops.test_states import World as StatesWorld
 from tests.ops.triton.ahead_of_time import SHARED_LIMIT, Compiled, Launch, compile_for, recorded, triton
 from tests.ops.world import World, randn
 
-from quire.ops.fused_layers import RoutedExperts  # isort: skip
-from quire.ops.lora import LoraPart, LoraRows, LoraWeight  # isort: skip
-from quire.ops.quantized_weight import StoredWeight  # isort: skip - the modules above skip where Triton is missing
-from quire.ops.static_steps import StaticLimits, StaticMemory  # isort: skip
+from quire.ops.interface.fused_layers import RoutedExperts  # isort: skip
+from quire.ops.interface.lora import LoraPart, LoraRows, LoraWeight  # isort: skip
+from quire.ops.interface.quantized_weight import StoredWeight  # isort: skip - the modules above skip where Triton is missing
+from quire.ops.interface.static_steps import StaticLimits, StaticMemory  # isort: skip
 from quire.ops.triton.launches import Device  # isort: skip
 from quire.ops.triton.step_states import TritonStepStates  # isort: skip
 from quire.ops.triton.triton_ops import TritonOps  # isort: skip
-from quire.ops.weight_formats import FORMS as ROUNDED  # isort: skip
-from quire.ops.weight_memory import WeightMemory  # isort: skip
+from quire.ops.interface.weight_formats import FORMS as ROUNDED  # isort: skip
+from quire.ops.interface.weight_memory import WeightMemory  # isort: skip
 
 pytestmark = [
     pytest.mark.slow,

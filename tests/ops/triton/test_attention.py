@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from quire.ops.interface import HeadNorms
+from quire.ops.interface.ops import HeadNorms
 from tests.ops.test_shared_blocks import LAYOUTS, Layout
 from tests.ops.test_stored_kv import check as check_stored
 from tests.ops.triton.device import DEVICE, MARKS, make_ops, make_world
 from tests.ops.world import REFERENCE, World, assert_near
 
-from quire.ops.triton.step_attention import TritonStepAttention  # isort: skip - the modules above skip without Triton
+from quire.ops.triton.attention.step_attention import TritonStepAttention  # isort: skip - the modules above skip without Triton
 
 pytestmark = MARKS
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.execution.draft_model import DraftModel
-from quire.execution.graph_ladder import ReplayedStep
-from quire.execution.graph_runner import GraphRunner
+from quire.execution.capture.graph_ladder import ReplayedStep
+from quire.execution.drafts.draft_model import DraftModel
+from quire.execution.runners.graph_runner import GraphRunner
 from quire.memory import check
 from quire.scheduling.plan import ScheduledSequence
 from tests.conformance.conftest import Reference, make_reference

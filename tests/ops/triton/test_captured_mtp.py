@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from quire import LLM
-from quire.execution.draft_ladder import MTPLadder
-from quire.execution.kv_storage import KVStorage
-from quire.execution.mtp_drafter import MTPDrafter
+from quire.execution.capture.draft_ladder import MTPLadder
+from quire.execution.drafts.mtp_drafter import MTPDrafter
+from quire.execution.step.kv_storage import KVStorage
 from quire.memory import check
 from quire.sequences.sequence import Sequence
 from tests.conformance.checkpoints import EOS_TOKEN_ID, generate_with_transformers, ragged_prompts

@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from quire import SamplingParams
-from quire.execution.graph_runner import GraphRunner
+from quire.execution.runners.graph_runner import GraphRunner
 from quire.memory import check
 from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from tests.conformance.checkpoints import POOL_FACTORS, VOCAB_SIZE, ragged_prompts, save_checkpoint
@@ -27,13 +27,13 @@ from tests.ops.triton.device import DEVICE, IS_INTERPRETED, MARKS, make_ops, mak
 from tests.ops.triton.test_engine import GREEDY, NUM_TOKENS, load
 from tests.ops.world import World, assert_near
 
-from quire.execution.captured_steps import capture_on  # isort: skip - the modules above skip where Triton is missing
-from quire.execution.step_capture import CapturedCall  # isort: skip
-from quire.execution.tape_capture import TapeCapture  # isort: skip
+from quire.execution.capture.captured_steps import capture_on  # isort: skip - the modules above skip where Triton is missing
+from quire.execution.capture.step_capture import CapturedCall  # isort: skip
+from quire.execution.capture.tape_capture import TapeCapture  # isort: skip
 from quire.ops.triton import launches  # isort: skip
-from quire.ops.static_steps import StaticLimits, StaticMemory  # isort: skip
+from quire.ops.interface.static_steps import StaticLimits, StaticMemory  # isort: skip
 from quire.ops.triton.interpreted_launches import seen_launches  # isort: skip
-from quire.ops.triton.stored_experts import StoredExpertLayer  # isort: skip
+from quire.ops.triton.linear.stored_experts import StoredExpertLayer  # isort: skip
 
 
 # Two sequences share 288 tokens, and two others 576.

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.execution.batch import BlockTable
-from quire.ops.native_step_work import StepWorkKernels
-from quire.ops.triton.decode_sharing import SharedDecodes
-from quire.ops.triton.shared_prefixes import PrefixCandidate, SharingRule, find_shared
-from quire.ops.triton.shared_work import Sharing
-from quire.ops.triton.step_numbers import step_kernels
+from quire.execution.step.batch import BlockTable
+from quire.ops.cpu.native_step_work import StepWorkKernels
+from quire.ops.triton.attention.decode_sharing import SharedDecodes
+from quire.ops.triton.attention.shared_prefixes import PrefixCandidate, SharingRule, find_shared
+from quire.ops.triton.attention.shared_work import Sharing
+from quire.ops.triton.attention.step_numbers import step_kernels
 from quire.ops.triton.tiles import decode_tile, shared_tile
 from quire.scheduling.plan import TableDelta
 

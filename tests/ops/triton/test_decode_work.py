@@ -8,12 +8,12 @@ from itertools import accumulate
 import pytest
 import torch
 
-from quire.ops.interface import AttentionBatch
-from quire.ops.native_decode_work import DecodeWorkKernels
-from quire.ops.static_steps import StaticMemory
-from quire.ops.triton.decode_sharing import DecodeSharing, SharedDecodes, no_sharing
-from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
-from quire.ops.triton.decode_writer import (
+from quire.ops.cpu.native_decode_work import DecodeWorkKernels
+from quire.ops.interface.ops import AttentionBatch
+from quire.ops.interface.static_steps import StaticMemory
+from quire.ops.triton.attention.decode_sharing import DecodeSharing, SharedDecodes, no_sharing
+from quire.ops.triton.attention.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
+from quire.ops.triton.attention.decode_writer import (
     HEADER,
     SHARED_COUNT,
     DecodeRows,
@@ -21,12 +21,12 @@ from quire.ops.triton.decode_writer import (
     WorkBuffers,
     decode_kernels,
 )
-from quire.ops.triton.shared_prefixes import SharingRule
-from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared
-from quire.ops.triton.splits import split_length
-from quire.ops.triton.step_numbers import step_kernels
+from quire.ops.triton.attention.shared_prefixes import SharingRule
+from quire.ops.triton.attention.shared_work import SHARED_ITEM, SHARED_ROW, MostShared
+from quire.ops.triton.attention.splits import split_length
+from quire.ops.triton.attention.step_numbers import step_kernels
+from quire.ops.triton.attention.work_items import WorkItem, plan_work
 from quire.ops.triton.tiles import Tile, decode_tile, shared_tile
-from quire.ops.triton.work_items import WorkItem, plan_work
 
 BLOCK_SIZE, GROUP, KV_HEADS = 16, 4, 2
 DECODE = decode_tile(128, GROUP, 2)

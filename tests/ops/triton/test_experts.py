@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.models.experts import ExpertsBlock
-from quire.models.norms import Norm
-from quire.models.projections import ResidualAdd
-from quire.models.spec import Experts
-from quire.ops.quantized_weight import PlainWeight, QuantizedWeight, StoredWeight, WeightForm
-from quire.ops.reference import ReferenceOps
+from quire.models.modules.experts import ExpertsBlock
+from quire.models.modules.norms import Norm
+from quire.models.modules.projections import ResidualAdd
+from quire.models.specs.spec import Experts
+from quire.ops.interface.quantized_weight import PlainWeight, QuantizedWeight, StoredWeight, WeightForm
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.ops.test_native_experts import OPTIONS
 from tests.ops.test_quantised_linear import assert_same_numbers
 from tests.ops.test_quantized_weights import FLOAT8, FORMS, random_weight
@@ -24,11 +24,11 @@ from tests.ops.triton.device import DEVICE, MARKS, make_ops
 from tests.ops.triton.test_stored_linear import assert_groups_apart
 from tests.ops.world import REFERENCE, assert_near, randn
 
-from quire.ops.triton.expert_rows import FEW_ROWS, MANY_ROWS, group_rows  # isort: skip
-from quire.ops.triton.plain_experts import plain_layer  # isort: skip
-from quire.ops.triton.plain_linear import TritonLinear  # isort: skip
-from quire.ops.triton.routed_experts import TritonExperts  # isort: skip
-from quire.ops.triton.stored_experts import stored_layer  # isort: skip
+from quire.ops.triton.linear.expert_rows import FEW_ROWS, MANY_ROWS, group_rows  # isort: skip
+from quire.ops.triton.linear.plain_experts import plain_layer  # isort: skip
+from quire.ops.triton.linear.plain_linear import TritonLinear  # isort: skip
+from quire.ops.triton.linear.routed_experts import TritonExperts  # isort: skip
+from quire.ops.triton.linear.stored_experts import stored_layer  # isort: skip
 
 pytestmark = MARKS
 WIDTH, INNER, NUM_EXPERTS, NUM_CHOSEN = 96, 48, 5, 2

@@ -8,11 +8,11 @@ from typing import get_args
 import pytest
 import torch
 
-from quire.ops.interface import Activation
+from quire.ops.interface.ops import Activation
 from tests.ops.triton.device import MARKS, make_ops, randn
 from tests.ops.world import REFERENCE, assert_near
 
-from quire.ops.triton.few_rows import FewRowsTile, is_readable, multiply  # isort: skip - the modules above skip without Triton
+from quire.ops.triton.linear.few_rows import FewRowsTile, is_readable, multiply  # isort: skip - the modules above skip without Triton
 
 pytestmark = MARKS
 

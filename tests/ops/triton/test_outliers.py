@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
-from quire.ops.interface import Linear
-from quire.ops.quantized_weight import StoredWeight
+from quire.ops.interface.ops import Linear
+from quire.ops.interface.quantized_weight import StoredWeight
 from tests.ops.outliers import RoundedOps
 from tests.ops.test_outliers import NUM_COLUMNS, WIDTH, check_loss
 from tests.ops.test_quantized_weights import FORMS, random_weight

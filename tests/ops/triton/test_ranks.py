@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.execution.graph_runner import GraphRunner
-from quire.execution.ranked_executor import RankedExecutor
-from quire.execution.runner import InProcessExecutor
+from quire.execution.runners.graph_runner import GraphRunner
+from quire.execution.runners.ranked_executor import RankedExecutor
+from quire.execution.runners.runner import InProcessExecutor
 from quire.memory import check
 from tests.conformance.checkpoints import (
     EOS_TOKEN_ID,

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from quire import RequestOutput
 from quire.config import Quantization
-from quire.ops.interface import KeepsRows
-from quire.ops.quantized_weight import WeightForm
-from quire.ops.reference import ReferenceOps
-from quire.ops.reference_quantised import ReferenceQuantisedLinear
-from quire.ops.torch_ops import TorchOps
-from quire.ops.weight_formats import FORMS, WeightFormat
+from quire.ops.interface.ops import KeepsRows
+from quire.ops.interface.quantized_weight import WeightForm
+from quire.ops.interface.weight_formats import FORMS, WeightFormat
+from quire.ops.pytorch.torch_ops import TorchOps
+from quire.ops.reference.reference_ops import ReferenceOps
+from quire.ops.reference.reference_quantised import ReferenceQuantisedLinear
 from tests.conformance.checkpoints import VOCAB_SIZE, save_checkpoint
 from tests.ops.test_quantised_linear import FORMATS, assert_extremes, assert_same_numbers, extremes
 from tests.ops.triton.device import DEVICE, MARKS
@@ -28,10 +28,10 @@ from tests.ops.triton.test_experts import ALL_OPTIONS, WIDTH, make_block
 from tests.ops.triton.test_stored_linear import assert_groups_apart, assert_same_bits
 from tests.ops.world import randn
 
-from quire.ops.gated import GatedLinear  # isort: skip - the modules above skip where Triton is missing
-from quire.ops.triton.routed_experts import TritonExperts  # isort: skip
-from quire.ops.triton.stored_experts import StoredExpertLayer  # isort: skip
-from quire.ops.triton.stored_linear import TritonQuantizedLinear  # isort: skip
+from quire.ops.layers.gated import GatedLinear  # isort: skip - the modules above skip where Triton is missing
+from quire.ops.triton.linear.routed_experts import TritonExperts  # isort: skip
+from quire.ops.triton.linear.stored_experts import StoredExpertLayer  # isort: skip
+from quire.ops.triton.linear.stored_linear import TritonQuantizedLinear  # isort: skip
 from quire.ops.triton.triton_ops import TritonOps  # isort: skip
 
 pytestmark = MARKS

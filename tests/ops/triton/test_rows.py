@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from quire.ops.interface import Activation
+from quire.ops.interface.ops import Activation
 from tests.ops.triton.device import DEVICE, MARKS, make_ops, randn
 from tests.ops.world import REFERENCE, assert_near
 

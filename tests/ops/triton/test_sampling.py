@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.execution.sampling.device_draws import TorchDraws, uniform_numbers
-from quire.execution.sampling.device_sampler import DeviceSampler, warm_up
-from quire.execution.sampling.known_rows import know_rows, whole_numbers
+from quire.execution.sampling.device.device_draws import TorchDraws, uniform_numbers
+from quire.execution.sampling.device.device_sampler import DeviceSampler, warm_up
+from quire.execution.sampling.device.known_rows import know_rows, whole_numbers
 from quire.execution.sampling.row_sampling import SamplingState
 from quire.memory.results import NO_OPS
-from quire.ops.token_draws import FINE, RowParameters
+from quire.ops.interface.token_draws import FINE, RowParameters
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.params import SamplingParams
 from tests.ops.triton.device import DEVICE, MARKS, make_ops

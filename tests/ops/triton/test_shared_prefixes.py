@@ -8,13 +8,13 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from quire.ops.interface import AttentionBatch
-from quire.ops.triton.decode_work import MostWork, plan_decodes
-from quire.ops.triton.shared_prefixes import MAX_RANGES, PrefixCandidate, SharingRule, find_shared
-from quire.ops.triton.shared_work import MostShared, Sharing
-from quire.ops.triton.splits import split_length
+from quire.ops.interface.ops import AttentionBatch
+from quire.ops.triton.attention.decode_work import MostWork, plan_decodes
+from quire.ops.triton.attention.shared_prefixes import MAX_RANGES, PrefixCandidate, SharingRule, find_shared
+from quire.ops.triton.attention.shared_work import MostShared, Sharing
+from quire.ops.triton.attention.splits import split_length
+from quire.ops.triton.attention.work_items import Work, plan_work
 from quire.ops.triton.tiles import Tile, decode_tile, prefill_tile, shared_tile
-from quire.ops.triton.work_items import Work, plan_work
 
 GROUP = 4
 DECODE, PREFILL = decode_tile(128, GROUP, 2), prefill_tile(128, GROUP, 2, (9, 0))

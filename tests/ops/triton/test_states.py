@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from quire.ops.interface import PagedStates, StateBatch
+from quire.ops.interface.ops import PagedStates, StateBatch
 from tests.ops.test_states import CORRECTED, LAYER, World
 from tests.ops.triton.device import DEVICE, MARKS, randn, triton
 
-from quire.ops.reference_states import ReferenceStepStates  # isort: skip - the modules above skip without Triton
+from quire.ops.reference.reference_states import ReferenceStepStates  # isort: skip - the modules above skip without Triton
 from quire.ops.triton.kernels.states import softplus  # isort: skip
 from quire.ops.triton.launches import SINGLE_ROWS, Device  # isort: skip
 from quire.ops.triton.state_chunks import CHUNK, ChunkPlan  # isort: skip

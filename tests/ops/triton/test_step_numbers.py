@@ -8,9 +8,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from quire.ops.interface import AttentionBatch
-from quire.ops.native_step_work import StepWorkKernels
-from quire.ops.triton.step_numbers import StepCut, StepNumbers, number_work, step_kernels
+from quire.ops.cpu.native_step_work import StepWorkKernels
+from quire.ops.interface.ops import AttentionBatch
+from quire.ops.triton.attention.step_numbers import StepCut, StepNumbers, number_work, step_kernels
 from tests.ops.triton.test_shared_prefixes import DECODE, GROUP, PREFILL, random_tables, rule_of
 
 NONE = torch.empty(0, dtype=torch.int64)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.interface import KeepsRows, Linear, RoundsInputs
-from quire.ops.quantized_weight import StoredWeight
-from quire.ops.reference import ReferenceOps
+from quire.ops.interface.ops import KeepsRows, Linear, RoundsInputs
+from quire.ops.interface.quantized_weight import StoredWeight
+from quire.ops.reference.reference_ops import ReferenceOps
 from tests.ops.test_float8_weights import GROUPS, Group, assert_near, float8_weight
 from tests.ops.test_quantised_linear import assert_same_numbers
 from tests.ops.test_quantized_weights import FLOAT8, FORMS, random_weight

@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from quire.ops.interface import AttentionBatch
-from quire.ops.triton.splits import split_length
+from quire.ops.interface.ops import AttentionBatch
+from quire.ops.triton.attention.splits import split_length
+from quire.ops.triton.attention.work_items import SplitRows, WorkItem, plan_work
 from quire.ops.triton.tiles import decode_tile, prefill_tile
-from quire.ops.triton.work_items import SplitRows, WorkItem, plan_work
 
 
 def batch_of(spans: list[tuple[int, int]], window: int | None, chunk: int | None) -> AttentionBatch:

@@ -13,7 +13,7 @@ from quire.engine.outputs.text import SampleText
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
 from quire.server.fronts.front_texts import FrontTexts
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 NUM_TOKENS = 12
 

@@ -26,7 +26,6 @@ from quire.sequences.logprobs import TokenLogprobs
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
-from quire.server.errors import ApiError, api_error
 from quire.server.fronts import channel
 from quire.server.fronts.channel import Channel
 from quire.server.fronts.messages import DeltaRow, Outputs, TextRow, decode, encode
@@ -35,6 +34,7 @@ from quire.server.fronts.peer import Peer
 from quire.server.fronts.wire_errors import decode_error, encode_error
 from quire.server.fronts.wire_outputs import delta_row, is_plain, read_delta
 from quire.server.fronts.wire_params import decode_params, encode_params
+from quire.server.requests.errors import ApiError, api_error
 
 PATIENCE_S = 60
 

@@ -11,7 +11,8 @@ from multiprocessing import get_context
 from random import Random
 from typing import Any, NamedTuple
 
-from quire.server import anthropic_messages, chat_completions, completions, ollama, pins, responses, tokens
+from quire.server.operations import pins
+from quire.server.protocols import anthropic_messages, chat_completions, completions, ollama, responses, tokens
 from tests.server.hostile import forms, http_cases, values
 
 MAX_BODY = 8 << 20

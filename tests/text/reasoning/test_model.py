@@ -9,7 +9,7 @@ import pytest
 from quire.errors import InvalidParameter
 from quire.sequences.thinking import ThinkingPhase
 from quire.text.reasoning import REASONING_FORMATS, ReasoningModel
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from tests.server import checkpoint, reasoning_checkpoint
 
 BEFORE, INSIDE, AFTER = ThinkingPhase.BEFORE, ThinkingPhase.INSIDE, ThinkingPhase.AFTER

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.text.detokenizer import IncrementalDetokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, choose_format, merge
 from quire.text.tool_calls.grammar import text_tokens
 from tests.text.tool_calls.schema_check import fits

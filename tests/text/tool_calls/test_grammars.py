@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidParameter
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, ToolFormat, choose_format, merge
 from quire.text.tool_calls.deepseek import DeepSeek
 from quire.text.tool_calls.harmony import HarmonyCalls

@@ -12,7 +12,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 import llguidance
 
 from quire.sequences.structured import GrammarSource, StructuredOutputs
-from quire.structured.compiled_grammar import compile_grammar
+from quire.text.structured.compiled_grammar import compile_grammar
 from quire.text.tool_calls import CallRules, Function, ToolFormat, choose_format
 from quire.text.tool_calls.grammar import calls_or_answer
 

@@ -10,6 +10,7 @@ import pytest
 
 from quire.errors import InvalidParameter
 from quire.sequences.structured import StructuredOutputs
+from quire.text.chat.written_calls import written_calls
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, choose_format, merge
 from quire.text.tool_calls.argument_schema import read_schema, types_of
 from quire.text.tool_calls.calls import Piece
@@ -17,7 +18,6 @@ from quire.text.tool_calls.grammar import calls_or_answer
 from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.typed_values import typed_json
 from quire.text.tool_calls.value_grammar import ABILITIES
-from quire.text.written_calls import written_calls
 from tests.text.tool_calls.test_grammars import MARKERS, Walker
 
 SCHEMA: dict[str, Any] = {

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Library
 
 import quire
 
-BUNDLED = Path(quire.__file__).parent / "bundled" / "tokenizer.json"
+BUNDLED = Path(quire.__file__).parent / "models" / "bundled" / "tokenizer.json"
 
 
 def vocabulary(

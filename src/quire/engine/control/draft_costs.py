@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from quire.decoding.speculation import FIRST_ROW_COST
 from quire.engine.control.chunk_size import moving_average
+from quire.sequences.decoding.speculation import FIRST_ROW_COST
 
 # Weights of a new measurement below or above the average: other load of the machine only adds time.
 FASTER_WEIGHT = 0.5

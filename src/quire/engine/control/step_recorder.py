@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.control.chunk_size import ChunkSizeController
 from quire.engine.control.draft_costs import DraftCosts
 from quire.scheduling.decode_columns import DecodeItems
 from quire.scheduling.plan import ScheduledSequence
 from quire.scheduling.scheduler import Scheduler
+from quire.sequences.decoding.speculation import AdaptiveDrafter
 
 # Time constant of the prefill rate: a step's weight decays to about 1/e over this number of later prefill tokens.
 RATE_MEMORY_TOKENS = 20_000

@@ -8,12 +8,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from quire.distributed.kvstore.remote.remote_stats import RemoteStats
+from quire.distributed.kvstore.store_stats import StoreStats
+from quire.distributed.kvstore.transfer.transfer_stats import TransferStats
 from quire.engine.engine import Engine
 from quire.engine.metrics.block_lifetimes import BOUNDS_S, TimeHistogram
 from quire.engine.metrics.stats import EngineStats, StepStats
-from quire.kvstore.remote_stats import RemoteStats
-from quire.kvstore.store_stats import StoreStats
-from quire.kvstore.transfer_stats import TransferStats
 from quire.scheduling.stats import Metric as Declaration
 from quire.scheduling.stats import metrics_of
 

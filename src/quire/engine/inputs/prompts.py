@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature
 from quire.sequences.media import Media
-from quire.text.chat_prompt import ChatPrompt
-from quire.text.long_texts import TooManyTokens
-from quire.text.tokenizer import Tokenizer
+from quire.text.chat.chat_prompt import ChatPrompt
+from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.text.vocabulary.long_texts import TooManyTokens
 
 if TYPE_CHECKING:  # a process that only reads prompts does not import torch
     from quire.engine.inputs.embeddings import EmbeddingsReader

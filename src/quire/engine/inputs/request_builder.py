@@ -15,7 +15,7 @@ from quire.memory.prefix.token_chain import Namespace
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import NO_SAMPLING, Pooling
 from quire.sequences.sequence import Request
-from quire.structured.grammar_compiler import GrammarCompiler
+from quire.text.structured.grammar_compiler import GrammarCompiler
 
 # In UTF-8.
 MAX_SALT_BYTES = 1024

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import SamplingParams
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class TokenizedParams(NamedTuple):

@@ -14,11 +14,11 @@ from quire.errors import InvalidParameter, RequestError, TextsFull, UnsupportedF
 from quire.platform.threads import WorkerThreads
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import Pooling
-from quire.text.chat_prompt import ChatPrompt
-from quire.text.chat_template import require_chat_template
-from quire.text.long_texts import TooManyTokens
-from quire.text.rendering import MAX_PROCESSES
-from quire.text.tokenizer import Tokenizer
+from quire.text.chat.chat_prompt import ChatPrompt
+from quire.text.chat.chat_template import require_chat_template
+from quire.text.chat.rendering import MAX_PROCESSES
+from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.text.vocabulary.long_texts import TooManyTokens
 
 # Characters (or tokens) up to which a text takes less time than a thread switch, and above which it takes long.
 FEW_CHARS = 1 << 10

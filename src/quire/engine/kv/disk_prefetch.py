@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
+from quire.distributed.kvstore.disk_blocks import DiskBlocks
+from quire.distributed.kvstore.record import record_key
+from quire.distributed.kvstore.remote.remote_stats import RemoteStats
+from quire.distributed.kvstore.store_stats import StoreStats
 from quire.engine.kv.source_loads import SourceLoads
 from quire.errors import WorkerError
-from quire.execution.executor import Executor
-from quire.kvstore.disk_blocks import DiskBlocks
-from quire.kvstore.record import record_key
-from quire.kvstore.remote_stats import RemoteStats
-from quire.kvstore.store_stats import StoreStats
+from quire.execution.runners.executor import Executor
 from quire.memory.prefix.token_chain import TokenChain
 from quire.memory.results import BlockCopy, FetchedBlock, MemoryOps, StoredBlock, Tier
 from quire.memory.tiers.disk_tier import DiskLoad, DiskTier

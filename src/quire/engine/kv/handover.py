@@ -13,13 +13,13 @@ import secrets
 from collections.abc import Iterable
 
 from quire.config.kv_transfer import KVTransferConfig
+from quire.distributed.kvstore.exports import ExportTable
+from quire.distributed.kvstore.transfer.peers import PeerAddress, Peers, PeerSource
+from quire.distributed.kvstore.transfer.transfer_server import TransferServer
+from quire.distributed.kvstore.transfer.transfer_stats import TransferStats
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.outputs.outputs import RequestOutput
-from quire.execution.executor import Executor
-from quire.kvstore.exports import ExportTable
-from quire.kvstore.peers import PeerAddress, Peers, PeerSource
-from quire.kvstore.transfer_server import TransferServer
-from quire.kvstore.transfer_stats import TransferStats
+from quire.execution.runners.executor import Executor
 from quire.memory.manager import KVCacheManager
 from quire.sequences.kv_transfer import KVTransferParams
 from quire.sequences.sequence import Request

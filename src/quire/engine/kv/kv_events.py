@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.kvevents.publisher import KVEventPublisher
-from quire.kvstore.prefix_store import PrefixStore
+from quire.distributed.kv_events.publisher import KVEventPublisher
+from quire.distributed.kvstore.prefix_store import PrefixStore
 from quire.memory.kv_events import (
     MEDIA,
     AllBlocksCleared,

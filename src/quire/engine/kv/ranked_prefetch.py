@@ -23,7 +23,7 @@ import torch
 from quire.distributed.ranks import Ranks
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.errors import LockstepDrift, RankFailed, WorkerError
-from quire.execution.executor import Executor
+from quire.execution.runners.executor import Executor
 from quire.memory.results import MemoryOps
 from quire.memory.tiers.disk_tier import DiskLoad
 from quire.sequences.sequence import Sequence

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
 
-from quire.kvstore.block_store import Arrival, ArrivalCounts, TieredStore
-from quire.kvstore.record import record_key
-from quire.kvstore.source_pool import Inquiry
+from quire.distributed.kvstore.block_store import Arrival, ArrivalCounts, TieredStore
+from quire.distributed.kvstore.record import record_key
+from quire.distributed.kvstore.source_pool import Inquiry
 from quire.memory.results import StoredBlock
 from quire.memory.tiers.disk_tier import DiskTier
 from quire.sequences.sequence import Sequence

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from quire.kvstore.remote_stats import RemoteStats
-from quire.kvstore.store_stats import StoreStats
-from quire.kvstore.transfer_stats import TransferStats
+from quire.distributed.kvstore.remote.remote_stats import RemoteStats
+from quire.distributed.kvstore.store_stats import StoreStats
+from quire.distributed.kvstore.transfer.transfer_stats import TransferStats
 from quire.scheduling.stats import Metric, SchedulerStats
 
 

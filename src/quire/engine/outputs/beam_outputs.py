@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.decoding.stop import end_of_tokens
 from quire.engine.outputs.logprobs import FlatLogprobs
 from quire.engine.outputs.outputs import CompletionOutput
 from quire.engine.outputs.text import SampleText
 from quire.scheduling.plan import Candidate
 from quire.sequences.beams import Hypothesis
+from quire.sequences.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Request
 from quire.sequences.sequence import Sequence as Beam
 from quire.sequences.status import FinishReason
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class BeamTexts:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import SupportsIndex, overload
 
 from quire.sequences.logprobs import TokenLogprobs
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

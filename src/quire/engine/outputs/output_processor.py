@@ -15,7 +15,7 @@ from quire.scheduling.plan import ItemResult, ScheduledSequence, TokenLogprobs
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
 from quire.sequences.strategy import Append, Fail, Finish
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class RequestState:

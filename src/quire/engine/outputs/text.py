@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.decoding.stop import StopStrings
+from quire.sequences.decoding.stop import StopStrings
 from quire.sequences.sequence import Request
-from quire.text.detokenizer import IncrementalDetokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class SampleText:

@@ -14,9 +14,9 @@ from quire.engine.adapters import AdapterRegistry, DataPlaneSlots
 from quire.engine.startup.ranked_adapters import FollowerSlots, LeaderSlots
 from quire.errors import CheckpointError, ConfigError, RequestError
 from quire.models.adapters.slots import AdapterSlots
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
-from quire.models.loading import make_adapter_slots
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.loading import make_adapter_slots
+from quire.models.modules.decoder import Decoder
 from quire.scheduling.command_log import LoggedScheduler
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.lora import LoRARequest

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from quire.config import ResolvedConfig
-from quire.execution.async_executor import AsyncExecutor
-from quire.execution.build import build_runner
-from quire.execution.captured_steps import CaptureOptions
-from quire.execution.deferred_tokens import DeferredTokens
-from quire.execution.encoder_runner import EncoderRunner
-from quire.execution.executor import Executor
-from quire.execution.runner import InProcessExecutor
-from quire.kvstore.disk_blocks import DiskBlocks
+from quire.distributed.kvstore.disk_blocks import DiskBlocks
+from quire.execution.capture.captured_steps import CaptureOptions
+from quire.execution.device_tokens.deferred_tokens import DeferredTokens
+from quire.execution.runners.async_executor import AsyncExecutor
+from quire.execution.runners.build import build_runner
+from quire.execution.runners.encoder_runner import EncoderRunner
+from quire.execution.runners.executor import Executor
+from quire.execution.runners.runner import InProcessExecutor
 from quire.memory.manager import KVCacheManager
-from quire.models.decoder import Decoder
-from quire.models.encoder import Encoder
-from quire.structured.grammar_compiler import GrammarCompiler
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.encoder import Encoder
+from quire.text.structured.grammar_compiler import GrammarCompiler
 
 
 def make_executor(

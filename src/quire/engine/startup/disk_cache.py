@@ -12,6 +12,13 @@ from typing import NamedTuple
 import torch
 
 from quire.config import CacheConfig, EngineConfig, ResolvedConfig
+from quire.distributed.kvstore.block_store import TieredStore
+from quire.distributed.kvstore.disk.folder import StoreFolder
+from quire.distributed.kvstore.disk_blocks import DiskBlocks
+from quire.distributed.kvstore.exports import ExportTable
+from quire.distributed.kvstore.prefix_store import PrefixStore
+from quire.distributed.kvstore.record import IDENTITY_BYTES
+from quire.distributed.kvstore.remote.remote_store import RemoteSettings, RemoteStore
 from quire.distributed.pipeline import PipelineGroup
 from quire.distributed.ranks import Ranks
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
@@ -19,19 +26,12 @@ from quire.engine.kv.handover import HandOver
 from quire.engine.kv.ranked_prefetch import FollowerPrefetcher, LeaderPrefetcher
 from quire.engine.kv.source_loads import PlannedSource, RecordSource, SourceLoads
 from quire.errors import ConfigError
-from quire.kvstore.block_store import TieredStore
-from quire.kvstore.disk_blocks import DiskBlocks
-from quire.kvstore.exports import ExportTable
-from quire.kvstore.folder import StoreFolder
-from quire.kvstore.prefix_store import PrefixStore
-from quire.kvstore.record import IDENTITY_BYTES
-from quire.kvstore.remote_store import RemoteSettings, RemoteStore
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import KVCacheSpec
-from quire.models.checkpoint import Checkpoint
-from quire.models.fingerprint import fingerprint
-from quire.models.spec import ModelSpec
-from quire.models.stage_spec import StageSpec
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.loading.fingerprint import fingerprint
+from quire.models.specs.spec import ModelSpec
+from quire.models.specs.stage_spec import StageSpec
 from quire.sequences.sequence import Sequence as TokenSequence
 
 

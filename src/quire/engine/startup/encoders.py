@@ -10,12 +10,12 @@ import torch
 
 from quire.config import EngineConfig, ModelConfig, context_length, step_tokens
 from quire.errors import ConfigError, shown
-from quire.models.checkpoint import Checkpoint
-from quire.models.encoder import Encoder
-from quire.models.encoder_spec import EncoderSpec
-from quire.models.loading import load_encoder
-from quire.models.pooling_config import read_max_length
-from quire.ops.interface import Ops
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.pooling_config import read_max_length
+from quire.models.loading.loading import load_encoder
+from quire.models.modules.encoder import Encoder
+from quire.models.specs.encoder_spec import EncoderSpec
+from quire.ops.interface.ops import Ops
 
 # Options that an encoder does not support, and their neutral values.
 NEUTRAL: dict[str, Any] = {

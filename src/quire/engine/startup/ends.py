@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families.encoders import find_encoder
-from quire.text.ends import END_TEXTS, EndToken, describe, ends_by_text
-from quire.text.gguf_tokenizer import end_texts, named_ends, tokens_of
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.ends import END_TEXTS, EndToken, describe, ends_by_text
+from quire.text.tokenizers.gguf_tokenizer import end_texts, named_ends, tokens_of
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

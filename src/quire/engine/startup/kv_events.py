@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 from quire.config import EngineConfig
+from quire.distributed.kv_events.publisher import KVEventPublisher
+from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.engine.engine import Engine
 from quire.engine.kv.kv_events import KVEventSource
-from quire.kvevents.publisher import KVEventPublisher
-from quire.kvstore.disk_blocks import DiskBlocks
 
 logger = logging.getLogger(__name__)
 

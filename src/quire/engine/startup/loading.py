@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 import torch
 
-from quire.capacity.pool_sizing import check_pin_limit, fit_context, num_kept_free, num_slabs, size_pool
 from quire.config import (
     EngineConfig,
     LoRAConfig,
@@ -22,7 +21,7 @@ from quire.config import (
     StepCost,
     resolve,
 )
-from quire.decoding.drafting import Drafter
+from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.distributed.ranks import Ranks
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import Engine
@@ -37,38 +36,39 @@ from quire.engine.startup.gpu_dtype import dtype_on
 from quire.engine.startup.kv_events import open_kv_events
 from quire.engine.startup.model_defaults import read_default_params
 from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
-from quire.engine.startup.ranks import lead, scheduler_type, start
+from quire.engine.startup.ranks import lead, scheduler_type
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.tokenizers import open_tokenizer
 from quire.engine.startup.weight_check import check_weights
 from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError
-from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, least_host_bytes
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.memory.recording.recorder import MemoryRecorder
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import KVCacheSpec
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
-from quire.models.encoder import Encoder
+from quire.models.capacity.pool_sizing import check_pin_limit, fit_context, num_kept_free, num_slabs, size_pool
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.pooling_config import PoolingConfig, read_pooling
 from quire.models.families.encoders import find_encoder
-from quire.models.loading import load_decoder
-from quire.models.pooling_config import PoolingConfig, read_pooling
-from quire.models.quantization_config import check_stored_method
-from quire.models.stages import StageDecoder
-from quire.models.weights import choose_dtype
+from quire.models.families.quantization_config import check_stored_method
+from quire.models.loading.loading import load_decoder
+from quire.models.loading.weights import choose_dtype
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.encoder import Encoder
+from quire.models.modules.stages import StageDecoder
 from quire.ops import choose_kernels
-from quire.ops.interface import Ops
+from quire.ops.interface.ops import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 from quire.platform.numa import bound_to
 from quire.scheduling.scheduler import Scheduler
-from quire.structured.grammar_backend import open_grammars
-from quire.structured.grammar_compiler import GrammarCompiler
-from quire.structured.grammar_setup import GrammarModel
-from quire.text.tokenizer import Tokenizer
+from quire.sequences.decoding.drafting import Drafter
+from quire.text.structured.grammar_backend import open_grammars
+from quire.text.structured.grammar_compiler import GrammarCompiler
+from quire.text.structured.grammar_setup import GrammarModel
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -92,44 +92,25 @@ class LoadedModel:
     disk_prefetch: DiskPrefetcher | None = None
 
 
-def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | None = None) -> LoadedModel:
-    """Load a model and build its engine; the KV memory is allocated last.
-
-    Args:
-        config: configuration of the engine.
-        wrap: wrappers of the engine's parts, for measurements.
-        ranks: ranks that share the model, of which this process is one; None starts those of the configuration. A
-            process that torchrun has started as a rank other than 0 exits in this call when rank 0 closes.
+def load_part(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
+    """Load the part of a model that this process computes, and build its engine; see `quire.engine.startup.start.load`.
 
     Raises:
         ConfigError: an option or a checkpoint that cannot be honoured; the message names the fix.
     """
-    with ExitStack() as stack:
-        if ranks is None:
-            ranks = start(config)
-            if ranks is not None and not ranks.is_leader:
-                # The same program runs on every rank, but only rank 0 returns from this call. The import is local,
-                # since that module imports this one.
-                from quire.engine.startup.rank_process import exit_now, run
-
-                exit_now(run(ranks, config))
-        if ranks is not None and ranks.is_leader:  # another rank first reports its error
-            stack.callback(ranks.close)
-        try:
-            loaded = _load(config, wrap or Wrappers(), ranks)
-        except torch.OutOfMemoryError as error:
-            reason = str(error).partition(". ")[0]
-            raise ConfigError(
-                f"model {config.model.model!r} does not start: {reason}; use a quantization, a smaller "
-                "gpu_memory_utilization or max_num_batched_tokens, or a larger tensor_parallel_size",
-                field="model",
-            ) from error
-        stack.pop_all()  # from here on the engine closes the ranks
-    return loaded
+    try:
+        return _load(config, wrap, ranks)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise ConfigError(
+            f"model {config.model.model!r} does not start: {reason}; use a quantization, a smaller "
+            "gpu_memory_utilization or max_num_batched_tokens, or a larger tensor_parallel_size",
+            field="model",
+        ) from error
 
 
 def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
-    """See `load`."""
+    """See `load_part`."""
     config, device = _with_kernels(config)
     options, checkpoint = config.model, _open(config.model)
     tokenizer = open_tokenizer(options, checkpoint)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from quire.errors import InvalidParameter, shown
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.gguf.architectures.metadata import shortest
 from quire.sequences.params import SamplingParams
 

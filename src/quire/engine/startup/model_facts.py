@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.capacity.pool_sizing import memory_concurrency, size_pool
 from quire.config import (
     CACHE_DTYPES,
     EngineConfig,
@@ -19,15 +18,16 @@ from quire.config import (
     step_tokens,
 )
 from quire.errors import ConfigError
-from quire.execution.captured_steps import CaptureOptions, has_captured_passes
-from quire.execution.gpu_graph_profile import measure_graph_bytes
-from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
+from quire.execution.capture.captured_steps import CaptureOptions, has_captured_passes
+from quire.execution.profile.gpu_graph_profile import measure_graph_bytes
+from quire.execution.profile.gpu_memory_profile import StepLimits, measure_step_cost
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
-from quire.models.cache_layout import cache_specs
-from quire.models.decoder import Decoder
-from quire.models.encoder import Encoder
-from quire.models.mtp import MTPHead
+from quire.models.capacity.pool_sizing import memory_concurrency, size_pool
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.encoder import Encoder
+from quire.models.modules.mtp import MTPHead
+from quire.models.specs.cache_layout import cache_specs
 
 
 def cache_groups(config: EngineConfig, model: Decoder | Encoder, stored: str) -> tuple[KVCacheSpec, ...]:

@@ -14,8 +14,9 @@ from quire.distributed.launch import join_ranks
 from quire.distributed.ranks import Ranks, exit_soon
 from quire.distributed.torchrun import torchrun_place
 from quire.engine.kv.ranked_prefetch import FollowerPrefetcher
-from quire.engine.startup.loading import LoadedModel, load
+from quire.engine.startup.loading import LoadedModel, load_part
 from quire.engine.startup.ranked_adapters import FollowerSlots
+from quire.engine.startup.wrappers import Wrappers
 from quire.errors import RankFailed
 from quire.scheduling.command_log import CommandReplay
 
@@ -78,7 +79,7 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
         WorkerError: a step failed, a rank has failed, or ranks have come to differ.
     """
     own = EngineConfig.from_options(**{**config.to_options(), **OF_LEADER})
-    loaded = load(own, ranks=ranks)
+    loaded = load_part(own, Wrappers(), ranks)
     engine = loaded.engine
     runs_ahead = ranks.group.runs_ahead
     replay = CommandReplay(engine.scheduler, LoadedParts(loaded, runs_ahead=runs_ahead), runs_ahead=runs_ahead)

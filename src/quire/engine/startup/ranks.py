@@ -15,15 +15,15 @@ from quire.distributed.torchrun import join_torchrun, torchrun_place
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.kv.ranked_prefetch import LeaderPrefetcher
 from quire.errors import ConfigError
-from quire.execution.executor import Executor
-from quire.execution.ranked_executor import RankedExecutor
-from quire.models.checkpoint import Checkpoint
+from quire.execution.runners.executor import Executor
+from quire.execution.runners.ranked_executor import RankedExecutor
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.families.encoders import find_encoder
-from quire.models.quantization_config import without_quantization
-from quire.models.sharding import Share, shard_spec
-from quire.models.spec import experts_of
-from quire.models.stage_spec import divide
+from quire.models.families.quantization_config import without_quantization
+from quire.models.specs.sharding import Share, shard_spec
+from quire.models.specs.spec import experts_of
+from quire.models.specs.stage_spec import divide
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import LoggedScheduler
 from quire.scheduling.microbatches import MicrobatchScheduler

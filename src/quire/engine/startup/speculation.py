@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from quire.capacity.draft_compat import check_draft, mtp_spec
 from quire.config import EngineConfig, SpeculativeConfig
-from quire.decoding.drafting import BranchingDrafter, ModelDrafter
-from quire.decoding.lookup import PromptLookup
-from quire.decoding.speculation import AdaptiveDrafter
-from quire.decoding.suffixes import SuffixDrafter
 from quire.distributed.ranks import Ranks
 from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint
-from quire.models.decoder import Decoder
+from quire.models.capacity.draft_compat import check_draft, mtp_spec
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.mtp import MTPHead
-from quire.models.quantization_config import without_quantization
-from quire.models.sharding import Share, shard_spec, share_of, splits_of
-from quire.models.weights import load_weights
-from quire.text.tokenizer import Tokenizer
+from quire.models.families.quantization_config import without_quantization
+from quire.models.loading.weights import load_weights
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.mtp import MTPHead
+from quire.models.specs.sharding import Share, shard_spec, share_of, splits_of
+from quire.sequences.decoding.drafting import BranchingDrafter, ModelDrafter
+from quire.sequences.decoding.lookup import PromptLookup
+from quire.sequences.decoding.speculation import AdaptiveDrafter
+from quire.sequences.decoding.suffixes import SuffixDrafter
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

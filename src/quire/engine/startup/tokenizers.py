@@ -6,11 +6,11 @@ from pathlib import Path
 
 from quire.config import ModelConfig
 from quire.errors import ConfigError, RequestError, shown
-from quire.models.checkpoint import Checkpoint, locate
-from quire.text.chat_template import ChatTemplate
-from quire.text.gguf_tokenizer import read_gguf_tokenizer
-from quire.text.tokenizer import Tokenizer
-from quire.text.tokenizer_files import read_template
+from quire.models.checkpoints.checkpoint import Checkpoint, locate
+from quire.text.chat.chat_template import ChatTemplate
+from quire.text.tokenizers.gguf_tokenizer import read_gguf_tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer_files import read_template
 
 
 def open_tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:

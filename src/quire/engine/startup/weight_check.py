@@ -7,14 +7,14 @@ from typing import Final
 
 import torch
 
-from quire.capacity.rank_part import rank_spec, stored_spec
 from quire.config import ModelConfig, ParallelConfig, Quantization
 from quire.errors import ConfigError
-from quire.models.checkpoint import Checkpoint
+from quire.models.capacity.rank_part import rank_spec, stored_spec
+from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.parameter_estimate import estimate_parameters, smaller_forms, weight_bytes
-from quire.models.quantization_config import read_quantization_config, without_quantization
-from quire.models.spec import ModelSpec
+from quire.models.families.quantization_config import read_quantization_config, without_quantization
+from quire.models.specs.parameter_estimate import estimate_parameters, smaller_forms, weight_bytes
+from quire.models.specs.spec import ModelSpec
 from quire.platform.host_probe import probe, swap_bytes
 
 # A weight of bfloat16 takes 12 bits at least where it is packed without loss.

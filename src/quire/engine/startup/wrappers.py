@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from quire.execution.executor import Executor
-from quire.models.decoder import Decoder
-from quire.ops.interface import Ops
+from quire.execution.runners.executor import Executor
+from quire.models.modules.decoder import Decoder
+from quire.ops.interface.ops import Ops
 from quire.scheduling.scheduler import Scheduler
 
 

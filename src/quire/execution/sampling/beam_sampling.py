@@ -8,10 +8,10 @@ from itertools import accumulate
 import torch
 
 from quire.errors import describe
-from quire.execution.device_health import require_device
 from quire.execution.sampling.beam_candidates import BeamRow, find_candidates
 from quire.execution.sampling.row_sampling import BAD_LOGITS, SampledRow, refuse
 from quire.execution.sampling.sampler import Sampler
+from quire.execution.step.device_health import require_device
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence
 
 

@@ -18,11 +18,11 @@ from quire.errors import describe
 from quire.execution.sampling.penalties import penalize_repeats, penalize_tokens
 from quire.execution.sampling.token_history import TokenHistory
 from quire.execution.sampling.token_masks import add_bias, bad_words_of, forbid, keep_only
-from quire.ops.torch_rows import apply_token_bitmask
+from quire.ops.pytorch.torch_rows import apply_token_bitmask
 from quire.scheduling.plan import NewSequence
-from quire.structured.mask_filler import MaskedOutput
+from quire.text.structured.mask_filler import MaskedOutput
 
-# `quire.ops.interface.Ops.apply_token_bitmask`.
+# `quire.ops.interface.ops.Ops.apply_token_bitmask`.
 KeepTokens = Callable[[torch.Tensor, Sequence[int], Sequence[torch.Tensor]], None]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.execution.sampling.logprobs import measure_prompt
 from quire.execution.sampling.row_sampling import BAD_LOGITS
-from quire.models.decoder import Decoder
+from quire.models.modules.decoder import Decoder
 from quire.scheduling.plan import ItemResult
 
 

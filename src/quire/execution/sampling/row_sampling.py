@@ -15,9 +15,9 @@ from quire.errors import NO_TOKEN
 from quire.execution.sampling.logits_processing import KeepTokens, LogitsProcessing, adjust
 from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.sampling import Filter, draw, uniform
-from quire.ops.token_draws import FEW, GREEDY, MANY, NARROW, WHOLE
+from quire.ops.interface.token_draws import FEW, GREEDY, MANY, NARROW, WHOLE
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, TokenLogprobs
-from quire.structured.mask_filler import MaskedOutput
+from quire.text.structured.mask_filler import MaskedOutput
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 

@@ -8,14 +8,14 @@ from math import isfinite
 
 import torch
 
-from quire.decoding.drafting import UNKNOWN
 from quire.execution.sampling.logits_processing import KeepTokens
 from quire.execution.sampling.row_sampling import Row, SamplingState, sample_rows
 from quire.execution.sampling.token_history import TokenHistory
 from quire.execution.sampling.verification import run_of, verify
-from quire.ops.torch_rows import apply_token_bitmask
+from quire.ops.pytorch.torch_rows import apply_token_bitmask
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
-from quire.structured.mask_filler import GrammarStates
+from quire.sequences.decoding.drafting import UNKNOWN
+from quire.text.structured.mask_filler import GrammarStates
 
 
 class Sampler:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.models.adapters.names import module_key
-from quire.models.spec import Experts, ModelSpec, WeightMap, experts_of
+from quire.models.specs.spec import Experts, ModelSpec, WeightMap, experts_of
 
 GATE_UP: Final = "gate_up_proj"
 DOWN: Final = "down_proj"

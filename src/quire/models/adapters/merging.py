@@ -13,11 +13,11 @@ from quire.models.adapters.expert_layers import ExpertLayers, ExpertSource
 from quire.models.adapters.names import module_key
 from quire.models.adapters.peft_folder import ModuleShape, PeftAdapter, read_peft
 from quire.models.adapters.slots import HEAD
-from quire.models.checkpoint import Checkpoint
-from quire.models.quantization_config import read_quantization_config
-from quire.models.spec import WeightMap
-from quire.models.tensor_reader import WEIGHT
-from quire.models.weight_slots import WeightSlots
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.tensor_reader import WEIGHT
+from quire.models.families.quantization_config import read_quantization_config
+from quire.models.modules.weight_slots import WeightSlots
+from quire.models.specs.spec import WeightMap
 
 
 class MergedAdapter:

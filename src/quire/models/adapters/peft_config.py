@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from quire.bounded.patterns import match_names
 from quire.errors import CheckpointError, shown
+from quire.platform.bounded.patterns import match_names
 
 CONFIG_FILE: Final = "adapter_config.json"
 # Fields that change what an adapter computes, and the reason why other values than those that change nothing are

@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from quire.bounded.files import read_file
 from quire.errors import CheckpointError, shown
 from quire.models.adapters.expert_layers import (
     AdaptedExperts,
@@ -28,7 +27,8 @@ from quire.models.adapters.expert_layers import (
 )
 from quire.models.adapters.names import module_key
 from quire.models.adapters.peft_config import CONFIG_FILE, PeftConfig
-from quire.models.checkpoint import read_object
+from quire.models.checkpoints.checkpoint import read_object
+from quire.platform.bounded.files import read_file
 
 TENSORS_FILE: Final = "adapter_model.safetensors"
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)

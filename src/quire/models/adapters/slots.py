@@ -16,15 +16,15 @@ from quire.models.adapters.expert_layers import DOWN, ExpertLayer, ExpertLayers,
 from quire.models.adapters.memory import AdapterMemory, MemoryClaim
 from quire.models.adapters.names import module_key
 from quire.models.adapters.peft_folder import Matrices, ModuleShape, read_peft
-from quire.models.decoder import Decoder
-from quire.models.sharding import Range, Split
-from quire.models.spec import WeightMap
-from quire.models.tensor_reader import WEIGHT
-from quire.models.weight_slots import AdaptedRows
-from quire.ops.adapted_experts import ExpertAdapters
-from quire.ops.adapted_linear import AdaptedLinear
-from quire.ops.lora import LoraPart, LoraWeight
-from quire.ops.weight_memory import WeightMemory
+from quire.models.checkpoints.tensor_reader import WEIGHT
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.weight_slots import AdaptedRows
+from quire.models.specs.sharding import Range, Split
+from quire.models.specs.spec import WeightMap
+from quire.ops.interface.adapted_experts import ExpertAdapters
+from quire.ops.interface.adapted_linear import AdaptedLinear
+from quire.ops.interface.lora import LoraPart, LoraWeight
+from quire.ops.interface.weight_memory import WeightMemory
 
 # Its inputs are rows of other positions than a step's.
 HEAD = "head."

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
-from quire.models.encoder_spec import EncoderSpec
 from quire.models.families.base_models import causal_name
 from quire.models.families.encoders import ENCODERS, build_encoder, find_encoder
 from quire.models.families.falcon_h1 import falcon_h1
@@ -27,7 +26,8 @@ from quire.models.families.qwen3 import qwen3
 from quire.models.families.qwen3_5 import qwen3_5, qwen3_5_of_text_and_images
 from quire.models.families.qwen3_5_moe import qwen3_5_moe, qwen3_5_moe_of_text_and_images
 from quire.models.families.qwen3_moe import qwen3_moe
-from quire.models.spec import ModelSpec, WeightMap
+from quire.models.specs.encoder_spec import EncoderSpec
+from quire.models.specs.spec import ModelSpec, WeightMap
 
 # The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
 FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = {

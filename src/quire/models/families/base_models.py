@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from quire.models.stored_tensor import StoredTensor
+from quire.models.tensors.stored_tensor import StoredTensor
 
 # Field that is added to the configuration of a checkpoint that has no head at all.
 HEADLESS: Final = "quire_headless"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quire.models.encoder_spec import ClassifierHead, EncoderSpec
 from quire.models.families.encoder_layout import read_bert_layout, read_labels, read_scores
 from quire.models.families.hf_config import HFConfig
-from quire.models.spec import WeightMap
+from quire.models.specs.encoder_spec import ClassifierHead, EncoderSpec
+from quire.models.specs.spec import WeightMap
 
 
 def bert(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:

@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Literal
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
-from quire.models.encoder_spec import BidirectionalAttention, ClassifierHead, EncoderLayer, EncoderMLP, EncoderSpec
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.llama_layout import map_modules
-from quire.models.norm_spec import LayerNorm
-from quire.models.spec import WeightMap
+from quire.models.specs.encoder_spec import (
+    BidirectionalAttention,
+    ClassifierHead,
+    EncoderLayer,
+    EncoderMLP,
+    EncoderSpec,
+)
+from quire.models.specs.norm_spec import LayerNorm
+from quire.models.specs.spec import WeightMap
 
 if TYPE_CHECKING:  # planning reads configurations without torch
-    from quire.ops.interface import Elementwise
+    from quire.ops.interface.ops import Elementwise
 
 # The name of an activation -> ours.
 ACTIVATIONS: Final[Mapping[str, Elementwise]] = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from quire.models.encoder_spec import EncoderSpec
 from quire.models.families.bert import bert, bert_classifier, bert_of_masked_words
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.modernbert import modernbert, modernbert_classifier, modernbert_of_masked_words
 from quire.models.families.roberta import roberta, roberta_classifier, roberta_of_masked_words
-from quire.models.spec import WeightMap
+from quire.models.specs.encoder_spec import EncoderSpec
+from quire.models.specs.spec import WeightMap
 
 # The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
 ENCODERS: Final[dict[str, Callable[[HFConfig], tuple[EncoderSpec, WeightMap]]]] = {

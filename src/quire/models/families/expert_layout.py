@@ -8,7 +8,7 @@ from typing import Final
 
 from quire.errors import CheckpointError
 from quire.models.families.hf_config import HFConfig
-from quire.models.spec import Experts, ModelSpec, WeightMap
+from quire.models.specs.spec import Experts, ModelSpec, WeightMap
 
 # In all layers together; names are made for each before any tensor is read. Published models have 25,000.
 MAX_EXPERTS = 2**18

@@ -9,7 +9,7 @@ from quire.errors import UnsupportedModel
 from quire.models.families.hf_config import HFConfig, read_max_position, read_rope, refuse_layer_types
 from quire.models.families.llama_layout import map_ends, map_modules, read_attention
 from quire.models.families.mamba_layout import map_mamba2, read_mamba2
-from quire.models.spec import Attention, GatedMLP, LayerSpec, Mamba2, ModelSpec, Parallel, RMSNorm, WeightMap
+from quire.models.specs.spec import Attention, GatedMLP, LayerSpec, Mamba2, ModelSpec, Parallel, RMSNorm, WeightMap
 
 NORMS: Final = {"mixer_norm": ("input_layernorm",), "ffn_norm": ("pre_ff_layernorm",)}
 ATTENTION: Final = {

@@ -10,7 +10,7 @@ from quire.models.families.gemma3 import DEFAULTS as GEMMA3_DEFAULTS
 from quire.models.families.gemma3 import NORMS
 from quire.models.families.hf_config import HFConfig, read_activation, read_max_position, read_rope, read_windows
 from quire.models.families.llama_layout import map_weights, read_attention
-from quire.models.spec import GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
+from quire.models.specs.spec import GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 # Checkpoints leave out what is equal to these.
 DEFAULTS: Final[Mapping[str, Any]] = {**GEMMA3_DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192}

@@ -16,8 +16,8 @@ from quire.models.families.hf_config import (
     read_windows,
 )
 from quire.models.families.llama_layout import map_weights, read_attention
-from quire.models.rotations import Rope
-from quire.models.spec import GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
+from quire.models.specs.rotations import Rope
+from quire.models.specs.spec import GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 # Checkpoints leave out what is equal to these.
 DEFAULTS: Final[Mapping[str, Any]] = {

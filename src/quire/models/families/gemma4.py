@@ -23,8 +23,8 @@ from quire.models.families.hf_config import (
 )
 from quire.models.families.layer_fields import read_layers, read_sources
 from quire.models.families.llama_layout import HEAD_NORMS, MLP, OUTPUT, QKV, map_ends, map_modules, read_attention
-from quire.models.rotations import ProportionalScaling, Rope
-from quire.models.spec import (
+from quire.models.specs.rotations import ProportionalScaling, Rope
+from quire.models.specs.spec import (
     Attention,
     Experts,
     GatedMLP,

@@ -9,7 +9,7 @@ from typing import Any, Final
 from quire.models.families.expert_layout import BLOCK_EXPERTS, LINEAR_EXPERTS, map_experts, read_counts
 from quire.models.families.hf_config import HFConfig, read_max_position, read_rope, read_windows
 from quire.models.families.llama_layout import NORMS, OUTPUT, QKV, map_ends, map_modules, read_attention
-from quire.models.spec import Experts, LayerSpec, ModelSpec, RMSNorm, WeightMap
+from quire.models.specs.spec import Experts, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 # Checkpoints may leave out what is equal to these.
 DEFAULTS: Final[Mapping[str, Any]] = {

@@ -12,7 +12,7 @@ from quire.models.families.expert_layout import LINEAR_EXPERTS, map_experts, rea
 from quire.models.families.hf_config import FULL, HFConfig, read_layer_kinds, read_max_position, read_rope
 from quire.models.families.llama_layout import NORMS, OUTPUT, QKV, map_ends, map_modules, read_attention
 from quire.models.families.mamba_layout import map_mamba2, read_mamba2
-from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, Mamba2, ModelSpec, RMSNorm, WeightMap
+from quire.models.specs.spec import Attention, Experts, GatedMLP, LayerSpec, Mamba2, ModelSpec, RMSNorm, WeightMap
 
 RECURRENT: Final = "linear_attention"
 # Older checkpoints have other names for the kinds of layer.

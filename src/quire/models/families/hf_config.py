@@ -8,10 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
-from quire.models.rotations import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, RopeScaling, YarnScaling
+from quire.models.specs.rotations import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+)
 
 if TYPE_CHECKING:  # planning reads configurations without torch
-    from quire.ops.interface import Activation
+    from quire.ops.interface.ops import Activation
 
 # Fields that change what a model computes, and the only values of them that are implemented; in every part.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {

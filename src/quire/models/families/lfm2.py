@@ -10,7 +10,7 @@ from quire.errors import CheckpointError
 from quire.models.families.expert_layout import LINEAR_EXPERTS, read_counts, with_experts
 from quire.models.families.hf_config import FULL, HFConfig, read_layer_kinds, read_max_position, read_rope
 from quire.models.families.llama_layout import QKV, map_ends, map_modules, read_attention
-from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, ModelSpec, RMSNorm, ShortConv, WeightMap
+from quire.models.specs.spec import Attention, Experts, GatedMLP, LayerSpec, ModelSpec, RMSNorm, ShortConv, WeightMap
 
 CONV: Final = "conv"
 # Checkpoints leave out what is equal to these.

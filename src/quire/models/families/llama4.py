@@ -18,8 +18,8 @@ from quire.models.families.hf_config import (
 )
 from quire.models.families.layer_fields import read_expert_layers, read_turned
 from quire.models.families.llama_layout import NORMS, OUTPUT, QKV, map_ends, map_modules, read_attention
-from quire.models.rotations import Temperature
-from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
+from quire.models.specs.rotations import Temperature
+from quire.models.specs.spec import Attention, Experts, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 CHUNKED: Final = "chunked_attention"
 # Checkpoints leave out what is equal to these.

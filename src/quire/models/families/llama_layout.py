@@ -14,8 +14,8 @@ from quire.models.families.hf_config import (
     read_rope,
     refuse_layer_types,
 )
-from quire.models.rotations import Rope
-from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
+from quire.models.specs.rotations import Rope
+from quire.models.specs.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 # A layer's norms: our name -> the checkpoint's.
 NORMS: Mapping[str, str] = {"mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}

@@ -8,7 +8,7 @@ from typing import Final
 from quire.errors import CheckpointError
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.llama_layout import map_modules
-from quire.models.spec import Mamba2, RMSNorm, WeightMap
+from quire.models.specs.spec import Mamba2, RMSNorm, WeightMap
 
 # Values of checkpoints for a `dt` without limits.
 NO_LIMITS: Final = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], [0.0, "inf"])

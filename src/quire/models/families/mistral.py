@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.models.families.hf_config import FULL, WINDOWED, HFConfig, refuse_layer_types
 from quire.models.families.llama_layout import read_llama_layout
-from quire.models.spec import ModelSpec, WeightMap
+from quire.models.specs.spec import ModelSpec, WeightMap
 
 
 def mistral(config: HFConfig) -> tuple[ModelSpec, WeightMap]:

@@ -7,7 +7,7 @@ from typing import Any, Final
 from quire.models.families.expert_layout import read_counts, with_experts
 from quire.models.families.hf_config import FULL, WINDOWED, HFConfig, read_activation, refuse_layer_types
 from quire.models.families.llama_layout import read_llama_layout
-from quire.models.spec import Experts, ModelSpec, WeightMap
+from quire.models.specs.spec import Experts, ModelSpec, WeightMap
 
 # Checkpoints may leave out what is equal to these.
 DEFAULTS: Final[dict[str, Any]] = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}

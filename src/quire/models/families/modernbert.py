@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.models.encoder_spec import ClassifierHead, EncoderLayer, EncoderMLP, EncoderSpec
 from quire.models.families.encoder_layout import read_elementwise, read_heads, read_labels, read_scores
 from quire.models.families.hf_config import FULL, WINDOWED, HFConfig, read_layer_kinds, read_rope_part
 from quire.models.families.llama_layout import map_modules
-from quire.models.norm_spec import LayerNorm
-from quire.models.spec import WeightMap
+from quire.models.specs.encoder_spec import ClassifierHead, EncoderLayer, EncoderMLP, EncoderSpec
+from quire.models.specs.norm_spec import LayerNorm
+from quire.models.specs.spec import WeightMap
 
 # The kind of layers -> the older field of their theta, and its default.
 THETAS = {FULL: ("global_rope_theta", 160_000.0), WINDOWED: ("local_rope_theta", 10_000.0)}

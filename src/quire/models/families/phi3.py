@@ -9,8 +9,8 @@ from typing import Any, Final
 from quire.errors import CheckpointError
 from quire.models.families.hf_config import FULL, WINDOWED, HFConfig, read_num_turned, refuse_layer_types
 from quire.models.families.llama_layout import NORMS, OUTPUT, map_ends, map_modules, read_attention, read_llama_layout
-from quire.models.rotations import LongRopeScaling, Rope
-from quire.models.spec import ModelSpec, WeightMap
+from quire.models.specs.rotations import LongRopeScaling, Rope
+from quire.models.specs.spec import ModelSpec, WeightMap
 
 # Checkpoints may leave out what is equal to these.
 DEFAULTS: Final[Mapping[str, Any]] = {

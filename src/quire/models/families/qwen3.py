@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.llama_layout import read_llama_layout
 from quire.models.families.qwen2 import read_qwen_windows
-from quire.models.spec import ModelSpec, WeightMap
+from quire.models.specs.spec import ModelSpec, WeightMap
 
 
 def qwen3(config: HFConfig) -> tuple[ModelSpec, WeightMap]:

@@ -25,8 +25,8 @@ from quire.models.families.llama_layout import (
     map_modules,
     read_attention,
 )
-from quire.models.rotations import Rope
-from quire.models.spec import Attention, GatedDeltaNet, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
+from quire.models.specs.rotations import Rope
+from quire.models.specs.spec import Attention, GatedDeltaNet, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 RECURRENT: Final = "linear_attention"
 # Checkpoints leave out what is equal to these.

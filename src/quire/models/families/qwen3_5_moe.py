@@ -9,7 +9,7 @@ from quire.models.families.expert_layout import LINEAR_EXPERTS, read_counts, wit
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.llama_layout import map_modules
 from quire.models.families.qwen3_5 import qwen3_5
-from quire.models.spec import Experts, ModelSpec, WeightMap
+from quire.models.specs.spec import Experts, ModelSpec, WeightMap
 
 # Checkpoints leave out what is equal to these; what is not here is equal to Qwen3.5's.
 DEFAULTS: Final[Mapping[str, Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.models.families.expert_layout import read_counts, with_experts
 from quire.models.families.hf_config import HFConfig, read_activation
 from quire.models.families.llama_layout import read_llama_layout
-from quire.models.spec import Experts, ModelSpec, WeightMap
+from quire.models.specs.spec import Experts, ModelSpec, WeightMap
 
 
 def qwen3_moe(config: HFConfig) -> tuple[ModelSpec, WeightMap]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.models.gguf import tensor_types as types
 from quire.models.gguf.tensor_types import TensorType
-from quire.ops.quantized_weight import QuantizedRows, StoredBlocks, WeightForm
+from quire.ops.interface.quantized_weight import QuantizedRows, StoredBlocks, WeightForm
 
 # Values of 4-bit codes of the IQ4 types, and twice those of MXFP4 (which are not all whole numbers).
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from quire.bounded.files import open_file
 from quire.errors import CheckpointError, shown
+from quire.platform.bounded.files import open_file
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)

@@ -16,8 +16,8 @@ from quire.models.gguf.architectures import TensorSource, read_architecture
 from quire.models.gguf.block_types import BLOCK_TYPES, PLAIN_DTYPES
 from quire.models.gguf.reader import GGUFFile, GGUFTensor
 from quire.models.gguf.tensor_types import TENSOR_TYPES
-from quire.models.stored_tensor import StoredTensor
-from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight
+from quire.models.tensors.stored_tensor import StoredTensor
+from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight
 
 
 class GGUFModel(NamedTuple):

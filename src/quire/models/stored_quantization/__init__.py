@@ -1,4 +1,4 @@
-"""Quantised weights of safetensors checkpoints, read into `quire.ops.quantized_weight.QuantizedWeight`.
+"""Quantised weights of safetensors checkpoints, read into `quire.ops.interface.quantized_weight.QuantizedWeight`.
 
 A method is a file, and a row in `METHODS`. The stored tensors decide which layers are quantised, and the configuration
 how: lists of exceptions in a `quantization_config` are often incomplete, and a plain weight means the same under each
@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.models.families.hf_config import HFConfig
-from quire.models.quantization_config import read_quantization_config
+from quire.models.families.quantization_config import read_quantization_config
 from quire.models.stored_quantization.awq import AWQ
 from quire.models.stored_quantization.compressed_tensors import CompressedTensors
 from quire.models.stored_quantization.float8 import FLOAT8, FP8
 from quire.models.stored_quantization.gptq import GPTQ
 from quire.models.stored_quantization.mxfp4 import MXFP4
-from quire.models.stored_quantization.scheme import TORCH_DTYPES, LayerWeight, StoredQuantization
-from quire.models.stored_tensor import StoredTensor
+from quire.models.stored_quantization.scheme import TORCH_DTYPES, StoredQuantization
+from quire.models.tensors.stored_tensor import StoredTensor
 
-__all__ = ["FLOAT8", "TORCH_DTYPES", "LayerWeight", "StoredQuantization", "read_quantization"]
+__all__ = ["FLOAT8", "TORCH_DTYPES", "StoredQuantization", "read_quantization"]
 
 METHODS: Mapping[str, Callable[[HFConfig, Mapping[str, StoredTensor]], StoredQuantization]] = {
     "compressed-tensors": CompressedTensors,

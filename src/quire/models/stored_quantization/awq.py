@@ -18,15 +18,15 @@ from quire.models.families.hf_config import HFConfig
 from quire.models.stored_quantization.scheme import (
     SCALE_DTYPES,
     LayerTensors,
-    LayerWeight,
     TensorSource,
     contradiction,
     is_plain,
     refuse,
 )
 from quire.models.stored_quantization.unpacking import check_scales, repeat_groups, unpack_columns
-from quire.models.stored_tensor import StoredTensor
-from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
+from quire.models.tensors.layer_weight import LayerWeight
+from quire.models.tensors.stored_tensor import StoredTensor
+from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
 
 # The place in its word of each of eight outputs: the inverse of the interleaving.
 PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -28,7 +28,6 @@ from quire.models.stored_quantization.names import match_layers
 from quire.models.stored_quantization.scheme import (
     SCALE_DTYPES,
     LayerTensors,
-    LayerWeight,
     TensorSource,
     contradiction,
     is_plain,
@@ -44,8 +43,9 @@ from quire.models.stored_quantization.unpacking import (
     unpack_columns,
     unpack_rows,
 )
-from quire.models.stored_tensor import StoredTensor
-from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
+from quire.models.tensors.layer_weight import LayerWeight
+from quire.models.tensors.stored_tensor import StoredTensor
+from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
 
 PACKED, INTEGERS, MXFP4 = "pack-quantized", ("int-quantized", "naive-quantized"), "mxfp4-pack-quantized"
 FLOATS = ("float-quantized", "naive-quantized")

@@ -20,15 +20,15 @@ from quire.errors import CheckpointError, shown
 from quire.models.families.hf_config import HFConfig
 from quire.models.stored_quantization.scheme import (
     LayerTensors,
-    LayerWeight,
     TensorSource,
     contradiction,
     is_plain,
     refuse,
 )
 from quire.models.stored_quantization.unpacking import check_scales, e8m0_values, repeat_groups
-from quire.models.stored_tensor import StoredTensor
-from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
+from quire.models.tensors.layer_weight import LayerWeight
+from quire.models.tensors.stored_tensor import StoredTensor
+from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
 
 FLOAT8: Final = ("F8_E4M3",)
 SCALES: Final = ("F32", "BF16", "F16", "F8_E8M0", "U8")

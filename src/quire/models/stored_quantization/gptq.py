@@ -22,7 +22,6 @@ from quire.models.stored_quantization.names import match_layers
 from quire.models.stored_quantization.scheme import (
     SCALE_DTYPES,
     LayerTensors,
-    LayerWeight,
     TensorSource,
     contradiction,
     is_plain,
@@ -36,8 +35,9 @@ from quire.models.stored_quantization.unpacking import (
     unpack_columns,
     unpack_rows,
 )
-from quire.models.stored_tensor import StoredTensor
-from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
+from quire.models.tensors.layer_weight import LayerWeight
+from quire.models.tensors.stored_tensor import StoredTensor
+from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
 
 # One in each code of a word.
 ONES: Final = {4: 0x11111111, 8: 0x01010101}

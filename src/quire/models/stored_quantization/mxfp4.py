@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from quire.models.families.hf_config import HFConfig
-from quire.models.stored_quantization.scheme import LayerTensors, LayerWeight, TensorSource, contradiction
+from quire.models.stored_quantization.scheme import LayerTensors, TensorSource, contradiction
 from quire.models.stored_quantization.unpacking import MXFP4_FORM, mx_scales, unpack_rows
-from quire.models.stored_tensor import StoredTensor
-from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight
+from quire.models.tensors.layer_weight import LayerWeight
+from quire.models.tensors.stored_tensor import StoredTensor
+from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight
 
 
 class MXFP4:

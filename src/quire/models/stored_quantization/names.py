@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from quire.bounded.patterns import match_names
 from quire.errors import CheckpointError
 from quire.models.stored_quantization.scheme import PLAIN
-from quire.models.stored_tensor import StoredTensor
+from quire.models.tensors.stored_tensor import StoredTensor
+from quire.platform.bounded.patterns import match_names
 
 
 def match_layers(patterns: Iterable[str], stored: Mapping[str, StoredTensor]) -> dict[str, frozenset[str]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, Literal, NamedTuple, NoReturn, Protocol
+from typing import Final, Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
-from quire.models.quantization_config import SERVED
-from quire.models.stored_tensor import StoredTensor
-from quire.ops.quantized_weight import QuantizedWeight, ScaleDtype
+from quire.models.families.quantization_config import SERVED
+from quire.models.tensors.layer_weight import LayerWeight
+from quire.models.tensors.stored_tensor import StoredTensor
+from quire.ops.interface.quantized_weight import ScaleDtype
 
 # The names that safetensors gives to dtypes of weights that are not quantised.
 PLAIN: Final = ("BF16", "F16", "F32")
@@ -30,19 +31,6 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
 }
 SCALE_DTYPES: Final[Mapping[str, ScaleDtype]] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 TensorSource = Callable[[str], Tensor]
-
-
-class LayerWeight(NamedTuple):
-    """The quantised weight of a layer, or of all experts of a layer.
-
-    Args:
-        weight: weight [N, K]; of stacked experts [E * N, K], where the rows of expert e begin at e * N.
-        input_order: int64 [K], index of the layer's input that column k multiplies; None where that is k. The layer
-            is `inputs[:, input_order] @ weight.T`.
-    """
-
-    weight: QuantizedWeight
-    input_order: Tensor | None = None
 
 
 class StoredQuantization(Protocol):

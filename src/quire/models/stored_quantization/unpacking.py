@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError, shown
-from quire.ops.quantized_weight import WeightForm
+from quire.ops.interface.quantized_weight import WeightForm
 
 # The values of 4-bit floating-point codes (E2M1), doubled, so that they are whole; their scales are halved.
 FP4_LEVELS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

@@ -1,5 +1,5 @@
 // The work of attention in captured decodes on a GPU, planned on the host and written to static memory; see
-// `ops/triton/decode_work.py`, which is the slow twin and says what the numbers mean.
+// `ops/triton/attention/decode_work.py`, which is the slow twin and says what the numbers mean.
 #include "work_items.h"
 
 namespace {

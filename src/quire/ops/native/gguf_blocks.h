@@ -12,7 +12,7 @@
 
 namespace {
 
-// Unpacked rows; see `QuantizedRows` in quire/ops/quantized_weight.py.
+// Unpacked rows; see `QuantizedRows` in quire/ops/interface/quantized_weight.py.
 struct UnpackedRows {
   const uint8_t* codes;
   const void* scales;

@@ -2,7 +2,7 @@
 // unpacked.
 //
 // weight = scale * level - minimum, where the level is the code less an offset, less the group's zero point, or an
-// entry of a table. See quire/ops/quantized_weight.py.
+// entry of a table. See quire/ops/interface/quantized_weight.py.
 #pragma once
 
 #include "float8_form.h"

@@ -1,4 +1,4 @@
-// The rows of a step laid out on the host, whatever computes it; the slow twins are loops in `execution/batch.py`.
+// The rows of a step laid out on the host, whatever computes it; the slow twins are loops in `execution/step/batch.py`.
 #include <algorithm>
 
 #include "cache.h"

@@ -1,5 +1,6 @@
-// Sequences of a step on a GPU that begin with the same blocks, and how these are cut; on the host. The slow twins are
-// `ops/triton/shared_prefixes.py` and `shared_work.py`, which say what the numbers mean; the order is theirs too.
+// Sequences of a step on a GPU that begin with the same blocks, and how these are cut; on the host. The slow twins
+// are `ops/triton/attention/shared_prefixes.py` and `shared_work.py`, which say what the numbers mean; the order is
+// theirs too.
 #pragma once
 
 #include <cstring>

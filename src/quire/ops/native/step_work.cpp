@@ -1,5 +1,5 @@
 // The work of attention on a GPU, planned on the host: that of whole steps, and what captured decodes share. The slow
-// twins are `plan_work` in `ops/triton/work_items.py` and `ops/triton/decode_sharing.py`.
+// twins are `plan_work` in `ops/triton/attention/work_items.py` and `ops/triton/attention/decode_sharing.py`.
 #include "shared_prefixes.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// Numbers of work items of attention on a GPU, and how tokens are cut into these; see `ops/triton/splits.py`.
+// Numbers of work items of attention on a GPU, and how tokens are cut into these; see `ops/triton/attention/splits.py`.
 #pragma once
 
 #include <algorithm>

@@ -9,12 +9,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.lora import ANY_SLOT, LoraRows, LoraWeight
-from quire.ops.static_steps import StaticLimits, StaticMemory, vector
+from quire.ops.interface.lora import ANY_SLOT, LoraRows, LoraWeight
+from quire.ops.interface.static_steps import StaticLimits, StaticMemory, vector
+from quire.ops.interface.weight_memory import WeightMemory
 from quire.ops.triton.kernels import adapters as kernels
 from quire.ops.triton.launches import Device
 from quire.ops.triton.tiles import power_of_2
-from quire.ops.weight_memory import WeightMemory
 
 # Rows of a tile: for decodes, whose adapters usually differ, and for prompts.
 FEW_ROWS: Final = 16

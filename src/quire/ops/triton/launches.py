@@ -10,7 +10,7 @@ from typing import Final, get_args
 import torch
 from torch import Tensor
 
-from quire.ops.interface import Activation
+from quire.ops.interface.ops import Activation
 from quire.ops.triton.tiles import DEFAULT_CAPABILITY
 
 # Activations as kernels number them: in the order of `SILU` and others in kernels/rows.py.

@@ -1,4 +1,4 @@
-"""Launches of the sampling kernels; `quire.execution.sampling.device_draws` does the same with torch's operators."""
+"""Launches of the sampling kernels; `execution.sampling.device.device_draws` does the same with torch's operators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from quire.ops.token_draws import NARROW, RowParameters
+from quire.ops.interface.token_draws import NARROW, RowParameters
 from quire.ops.triton.kernels import filtered_sampling, sampling
 from quire.ops.triton.tiles import power_of_2
 
@@ -46,7 +46,7 @@ class RowPeaks:
 
 
 def check_logits(logits: Tensor) -> Tensor:
-    """Return the states of rows; see `quire.ops.token_draws.DrawsTokens`."""
+    """Return the states of rows; see `quire.ops.interface.token_draws.DrawsTokens`."""
     states = logits.new_empty(len(logits), dtype=torch.int64)
     if len(logits):
         rows = RowPeaks(logits)
@@ -57,7 +57,7 @@ def check_logits(logits: Tensor) -> Tensor:
 def draw_tokens(
     logits: Tensor, parameters: RowParameters | None, positions: Tensor | None, before: Tensor | None
 ) -> Tensor:
-    """Sample a token for each row; see `quire.ops.token_draws.DrawsTokens`."""
+    """Sample a token for each row; see `quire.ops.interface.token_draws.DrawsTokens`."""
     num_rows, vocab_size = logits.shape
     found = logits.new_empty((2, num_rows), dtype=torch.int64)
     if not num_rows:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from quire.ops.recurrent_weights import SSMHeads
+from quire.ops.interface.recurrent_weights import SSMHeads
 from quire.ops.triton.kernels import state_chunks as kernels
 from quire.ops.triton.tiles import power_of_2
 

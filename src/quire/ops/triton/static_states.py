@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.ops.interface import PagedStates
-from quire.ops.static_steps import StaticLimits, StaticMemory, StaticStateBatch
+from quire.ops.interface.ops import PagedStates
+from quire.ops.interface.static_steps import StaticLimits, StaticMemory, StaticStateBatch
 from quire.ops.triton.step_states import ANY_ROWS, TritonStepStates
 
 

@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from quire.ops.interface import PagedStates, StateBatch
-from quire.ops.recurrent_weights import SSMHeads
+from quire.ops.interface.ops import PagedStates, StateBatch
+from quire.ops.interface.recurrent_weights import SSMHeads
 from quire.ops.triton.delta_chunks import correct_in_chunks
 from quire.ops.triton.kernels import states as kernels
 from quire.ops.triton.launches import Device

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
-from quire.ops.fused_layers import RoutedExperts
-from quire.ops.gated import GatedLinear
-from quire.ops.interface import (
+from quire.ops.interface.fused_layers import RoutedExperts
+from quire.ops.interface.ops import (
     Activation,
     AttentionBatch,
     Linear,
@@ -22,33 +21,34 @@ from quire.ops.interface import (
     StepAttention,
     StepStates,
 )
-from quire.ops.joined import pack_joined
-from quire.ops.piecewise_steps import (
+from quire.ops.interface.piecewise_steps import (
     PiecewiseAttention,
     PiecewiseAttentionBatch,
     PiecewiseStateBatch,
     PiecewiseStates,
 )
-from quire.ops.quantized_weight import StoredWeight
-from quire.ops.recurrent_mixers import RecurrentMixers
-from quire.ops.reordered import ReorderedLinear
-from quire.ops.rounded_weights import round_weight
-from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticStateBatch
-from quire.ops.token_draws import RowParameters
-from quire.ops.torch_fallback import TorchFallback
+from quire.ops.interface.quantized_weight import StoredWeight
+from quire.ops.interface.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticStateBatch
+from quire.ops.interface.token_draws import RowParameters
+from quire.ops.interface.weight_formats import weight_format
+from quire.ops.layers.gated import GatedLinear
+from quire.ops.layers.joined import pack_joined
+from quire.ops.layers.reordered import ReorderedLinear
+from quire.ops.pytorch.recurrent_mixers import RecurrentMixers
+from quire.ops.pytorch.rounded_weights import round_weight
+from quire.ops.pytorch.torch_fallback import TorchFallback
 from quire.ops.triton import sampling
 from quire.ops.triton.adapters import TritonLoraLayer, TritonStaticAdapters
+from quire.ops.triton.attention.static_attention import TritonStaticAttention, TritonStaticTokens
+from quire.ops.triton.attention.step_attention import TritonStepAttention
 from quire.ops.triton.kernels import rows as row_kernels
 from quire.ops.triton.launches import ACTIVATIONS, Device
-from quire.ops.triton.plain_linear import TritonLinear
-from quire.ops.triton.routed_experts import TritonExperts, fuse_experts
-from quire.ops.triton.static_attention import TritonStaticAttention, TritonStaticTokens
+from quire.ops.triton.linear.plain_linear import TritonLinear
+from quire.ops.triton.linear.routed_experts import TritonExperts, fuse_experts
+from quire.ops.triton.linear.stored_linear import TritonQuantizedLinear, TritonStoredLinear
 from quire.ops.triton.static_states import TritonStaticStates, TritonStaticStepStates
-from quire.ops.triton.step_attention import TritonStepAttention
 from quire.ops.triton.step_states import TritonStepStates
-from quire.ops.triton.stored_linear import TritonQuantizedLinear, TritonStoredLinear
 from quire.ops.triton.tiles import power_of_2
-from quire.ops.weight_formats import weight_format
 
 # Columns per program of elementwise kernels.
 COLUMNS: Final = 1024

@@ -10,7 +10,7 @@ import msgspec
 
 from quire.sequences.lora import LoRARequest
 from quire.server.fronts.peer import Method
-from quire.server.views import LocalViews, MapWatcher
+from quire.server.kv_views.views import LocalViews, MapWatcher
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
     from quire.engine.adapters import LoadedAdapter

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from quire.server.admission.in_flight import FirstTokenLog
 from quire.server.fronts.engine_methods import EngineMethods
 from quire.server.fronts.heartbeat import BUSY_HUNG_AFTER_S, HUNG_AFTER_S, Silence, processor_time_s
 from quire.server.fronts.peer import Peer
 from quire.server.fronts.session import FrontSession
-from quire.server.in_flight import FirstTokenLog
-from quire.server.request_log import FIELDS
+from quire.server.state.request_log import FIELDS
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
     from quire.engine.async_llm import AsyncLLM

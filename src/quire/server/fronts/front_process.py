@@ -15,9 +15,9 @@ import socket
 import sys
 from typing import Any
 
-from quire.bounded.json_text import limit_digits
 from quire.errors import QuireError, WorkerError
-from quire.server.body import BodyReader
+from quire.platform.bounded.json_text import limit_digits
+from quire.server.admission.in_flight import RequestsInFlight
 from quire.server.fronts.heartbeat import PING_INTERVAL_S, Silence
 from quire.server.fronts.messages import Message
 from quire.server.fronts.peer import Peer
@@ -25,12 +25,12 @@ from quire.server.fronts.queue_gauge import QueueGauge
 from quire.server.fronts.remote_engine import RemoteEngine
 from quire.server.fronts.remote_views import RemoteViews
 from quire.server.fronts.welcome import Welcome, read_welcome
-from quire.server.in_flight import RequestsInFlight
+from quire.server.http.listener import read_max_connections
 from quire.server.lifecycle import Shutdown, read_reasoning, read_tool_format, run_http
-from quire.server.listener import read_max_connections
-from quire.server.log_setup import set_up_log
-from quire.server.state import ServerState
-from quire.server.tracing import RequestTracer
+from quire.server.requests.body import BodyReader
+from quire.server.state.log_setup import set_up_log
+from quire.server.state.state import ServerState
+from quire.server.state.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 

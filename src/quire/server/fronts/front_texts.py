@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from quire.engine.outputs.outputs import CompletionOutput
 from quire.sequences.params import SamplingParams
 from quire.sequences.status import FinishReason
-from quire.text.detokenizer import IncrementalDetokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class FrontTexts:

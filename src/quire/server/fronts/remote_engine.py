@@ -45,7 +45,7 @@ from quire.server.fronts.welcome import Welcome, read_pooling_fields
 from quire.server.fronts.wire_errors import decode_error
 from quire.server.fronts.wire_outputs import read_delta
 from quire.server.fronts.wire_params import encode_params
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

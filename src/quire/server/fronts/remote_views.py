@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from quire.errors import WorkerError
+from quire.server.admission.in_flight import InFlightRow
 from quire.server.fronts.peer import Peer
 from quire.server.fronts.remote_engine import CALL_TIMEOUT_S
-from quire.server.in_flight import InFlightRow
 
 
 class RemoteWatcher:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from quire.engine.inputs.prompts import TokenPrompt
 from quire.engine.inputs.request_builder import PreparedRequest
 from quire.sequences.lora import LoRARequest
+from quire.server.admission.in_flight import FirstTokenLog
 from quire.server.fronts.engine_methods import EngineMethods
 from quire.server.fronts.messages import AbortStream, Acknowledge, Message, ReleaseSlots, ReserveSlots, Submit
 from quire.server.fronts.output_sender import OutputSender, SentStream
 from quire.server.fronts.peer import Peer
 from quire.server.fronts.wire_params import decode_params
-from quire.server.in_flight import FirstTokenLog
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
     from quire.engine.async_commands import Stream

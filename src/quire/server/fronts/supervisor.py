@@ -11,15 +11,19 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from quire.errors import QuireError
-from quire.server.address import url_of
+from quire.config.extras import check_extra
+from quire.config.options import EngineConfig
+from quire.errors import ConfigError, QuireError
+from quire.platform.bounded.json_text import limit_digits
+from quire.server.admission.in_flight import FirstTokenLog
 from quire.server.fronts.engine_methods import EngineMethods
 from quire.server.fronts.front import FrontHandle
 from quire.server.fronts.heartbeat import PING_INTERVAL_S
 from quire.server.fronts.queue_gauge import QueueGauge
 from quire.server.fronts.welcome import make_welcome
-from quire.server.http_server import FLUSH_TIMEOUT_S
-from quire.server.in_flight import FirstTokenLog
+from quire.server.http.address import url_of
+from quire.server.http.http_server import FLUSH_TIMEOUT_S
+from quire.server.kv_views.views import LocalViews
 from quire.server.lifecycle import (
     DEAD_ENGINE_GRACE_S,
     EXIT_ENGINE_DIED,
@@ -28,7 +32,6 @@ from quire.server.lifecycle import (
     take_signals,
 )
 from quire.server.settings import ServerConfig
-from quire.server.views import LocalViews
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
     from quire.engine.async_llm import AsyncLLM
@@ -228,22 +231,36 @@ class Supervisor:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
-def serve_with_fronts(llm: AsyncLLM, config: ServerConfig, aliases: tuple[str, ...], listener: socket.socket) -> int:
-    """Serve an engine with front processes until a stop signal arrives or the engine has died.
+def serve_with_fronts(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
+    """Load a model and serve it with front processes until a stop signal arrives or the engine has died.
 
-    Returns:
-        The exit code: 0, or `EXIT_ENGINE_DIED`.
+    Args and returns are those of `quire.server.lifecycle.serve`.
 
     Raises:
+        ConfigError: an option is unusable.
         FrontsFailed: see `Supervisor.run`.
     """
+    limit_digits()
+    if config.otlp_traces_endpoint is not None:
+        check_extra("otlp_traces_endpoint")
+    check_extra("api_server_count")
+    if os.name != "posix":
+        raise ConfigError(
+            "api_server_count needs a POSIX system; 0 serves in the engine's process", field="api_server_count"
+        )
+    from quire.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_config(engine_config)
 
     async def run() -> None:
         with listener:
-            await Supervisor(llm, config, aliases, listener).run()
+            await Supervisor(llm, config, engine_config.model.served_names[1:], listener).run()
 
-    gc.collect()
-    gc.freeze()
-    with asyncio.Runner() as runner:
-        runner.run(run())
+    try:
+        gc.collect()
+        gc.freeze()
+        with asyncio.Runner() as runner:
+            runner.run(run())
+    finally:
+        llm.shutdown()
     return EXIT_ENGINE_DIED if llm.has_failed else 0

@@ -11,12 +11,12 @@ import msgspec
 from quire import __version__
 from quire.config import ResolvedConfig
 from quire.errors import ConfigError
-from quire.models.encoder_spec import ClassifierHead
-from quire.models.pooling_config import PoolingConfig
+from quire.models.checkpoints.pooling_config import PoolingConfig
+from quire.models.specs.encoder_spec import ClassifierHead
 from quire.server.fronts.messages import VERSION
-from quire.server.request_log import JsonLines
 from quire.server.settings import ServerConfig
-from quire.text.tokenizer import TokenizerParts
+from quire.server.state.request_log import JsonLines
+from quire.text.tokenizers.tokenizer import TokenizerParts
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
     from quire.engine.async_llm import AsyncLLM

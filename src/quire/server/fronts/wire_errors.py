@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from quire import errors
 from quire.errors import QuireError, describe, shown
-from quire.server.errors import ApiError
+from quire.server.requests.errors import ApiError
 
 _KNOWN: Final[dict[str, type[Exception]]] = {
     name: kind

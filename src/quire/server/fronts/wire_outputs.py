@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.server.fronts.messages import DeltaRow, LogprobArrays, SampleRow
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 def is_plain(output: RequestOutput) -> bool:

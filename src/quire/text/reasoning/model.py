@@ -8,10 +8,10 @@ from typing import Any
 
 from quire.config.hints import find_parser
 from quire.sequences.thinking import ThinkingPhase, ThinkingTokens
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat.chat_template import ChatTemplate
 from quire.text.reasoning.formats import REASONING_FORMATS, choose_reasoning_format
 from quire.text.reasoning.parser import ReasoningFormat, ReasoningSplit
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 # Number of the prompt's last tokens whose text shows the phase where the markers are no tokens.
 TAIL_TOKENS = 64

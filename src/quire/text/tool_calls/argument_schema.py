@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from quire.errors import InvalidParameter, shown
-from quire.schemas.as_json import JSON_COMPILER
-from quire.schemas.document import SchemaError, UnenforceableSchema
-from quire.schemas.forms import Anything, Array, Boolean, Form, NormalSchema, Null, Number, Object, Text
-from quire.schemas.normal import JSON, normalise
-from quire.schemas.states import Abilities
+from quire.text.schemas.as_json import JSON_COMPILER
+from quire.text.schemas.document import SchemaError, UnenforceableSchema
+from quire.text.schemas.forms import Anything, Array, Boolean, Form, NormalSchema, Null, Number, Object, Text
+from quire.text.schemas.normal import JSON, normalise
+from quire.text.schemas.states import Abilities
 from quire.text.tool_calls.calls import Function
 
 # Agents list the same tools in every request.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.schemas.as_json import PlainSchema, as_json, enforceable
-from quire.schemas.document import SchemaError
 from quire.sequences.structured import OR_ELSE, StructuredOutputs, lark_literal
-from quire.text.tokenizer import Tokenizer
+from quire.text.schemas.as_json import PlainSchema, as_json, enforceable
+from quire.text.schemas.document import SchemaError
+from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls.argument_schema import argument_schema
 from quire.text.tool_calls.calls import Function
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quire.text.chat.written_calls import CLOSE, OPEN, SHOWN, WORDS
 from quire.text.tool_calls import grammar
 from quire.text.tool_calls.argument_schema import objects_of
 from quire.text.tool_calls.calls import CallDelta
@@ -12,7 +13,6 @@ from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.parser import CallReader
 from quire.text.tool_calls.value_grammar import ValueRules, ValueSyntax
 from quire.text.tool_calls.value_reading import CallWriter, ValueReader
-from quire.text.written_calls import CLOSE, OPEN, SHOWN, WORDS
 
 SYNTAX = ValueSyntax(words=WORDS, comma=", ", colon=": ")
 # An argument of a call has a plain key.

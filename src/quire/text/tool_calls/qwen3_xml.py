@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from quire.schemas.forms import Array, Boolean, Form, Null, Number, Object, State, Text
-from quire.schemas.patterns import quoted
+from quire.text.schemas.forms import Array, Boolean, Form, Null, Number, Object, State, Text
+from quire.text.schemas.patterns import quoted
 from quire.text.tool_calls import grammar
 from quire.text.tool_calls.argument_schema import forms_of, objects_of, read_schema, types_of
 from quire.text.tool_calls.calls import Function

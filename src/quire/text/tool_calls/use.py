@@ -11,8 +11,8 @@ from typing import Any
 from quire.config.hints import find_parser
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.structured import StructuredOutputs
-from quire.text.chat_template import require_chat_template
-from quire.text.tokenizer import Tokenizer
+from quire.text.chat.chat_template import require_chat_template
+from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls.formats import FORMATS, choose_format
 from quire.text.tool_calls.grammar import CallRules, calls_or_answer, text_tokens
 from quire.text.tool_calls.parser import ToolFormat

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quire.schemas.as_json import number_schema, text_schema
-from quire.schemas.forms import Array, Boolean, Form, NormalSchema, Number, Object, State, Text
-from quire.schemas.patterns import quoted
-from quire.schemas.states import Abilities
 from quire.sequences.structured import OR_ELSE
+from quire.text.schemas.as_json import number_schema, text_schema
+from quire.text.schemas.forms import Array, Boolean, Form, NormalSchema, Number, Object, State, Text
+from quire.text.schemas.patterns import quoted
+from quire.text.schemas.states import Abilities
 from quire.text.tool_calls.argument_schema import argument_schema, forms_of
 from quire.text.tool_calls.calls import Function
 from quire.text.tool_calls.grammar import literal

@@ -11,7 +11,7 @@ from typing import Final
 
 from quire.errors import CheckpointError, shown
 from quire.models.gguf.architectures.sources import RowRange, Shapes
-from quire.models.spec import Attention, LayerSpec, ModelSpec
+from quire.models.specs.spec import Attention, LayerSpec, ModelSpec
 
 # Layers of linear attention have a tensor of this name too, and another output.
 _FUSED: Final = re.compile(r"blk\.(\d+)\.attn_qkv\.(weight|bias)")

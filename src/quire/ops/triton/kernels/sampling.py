@@ -17,7 +17,7 @@ import triton.language as tl
 from quire.ops.triton.launcher import kernel
 
 TILE = tl.constexpr(128)
-# Kinds and states of rows: `quire.ops.token_draws`.
+# Kinds and states of rows: `quire.ops.interface.token_draws`.
 GREEDY = tl.constexpr(0)
 WHOLE = tl.constexpr(1)
 FINE = tl.constexpr(0)

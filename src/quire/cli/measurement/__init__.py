@@ -1,0 +1,1 @@
+"""Commands that measure and simulate."""

@@ -1,0 +1,1 @@
+"""Chats and live tables in the terminal."""

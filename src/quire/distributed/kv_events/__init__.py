@@ -1,0 +1,1 @@
+"""KV events on the wire, in vLLM's format."""

@@ -1,0 +1,1 @@
+"""The remote block store in Redis or Valkey."""

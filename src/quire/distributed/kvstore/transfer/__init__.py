@@ -1,0 +1,1 @@
+"""Transfer of blocks between engines."""

@@ -1,0 +1,1 @@
+"""Captured steps: kernel launches recorded once and replayed."""

@@ -1,0 +1,128 @@
+"""The captured steps of a model, where its device and its kernels support capture."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from quire.distributed.rank_group import RankGroup
+from quire.execution.capture.draft_ladder import DraftLadder, MTPLadder
+from quire.execution.capture.graph_ladder import GraphLadder, limits_of
+from quire.execution.capture.piecewise_ladder import PiecewiseLadder
+from quire.execution.capture.ranked_capture import RankedCapture, seen_sums
+from quire.execution.capture.step_capture import CudaCapture, StepCapture
+from quire.execution.capture.tape_capture import TapeCapture
+from quire.execution.step.kv_storage import Storage
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.mtp import MTPHead
+from quire.ops.interface.static_steps import MakesStaticSteps
+
+logger = logging.getLogger(__name__)
+
+
+class CaptureOptions(NamedTuple):
+    """Steps to capture.
+
+    Args:
+        sizes: numbers of rows of decode steps, ascending; a row is a sequence, or a draft token to verify.
+        max_model_len: maximum number of tokens of a sequence.
+        piece_sizes: numbers of tokens of other steps, whose pieces between attention are captured, ascending.
+        max_num_seqs: maximum number of sequences of a step; None where no draft model runs.
+        makes_drafts: the steps are passes of a draft model, which return tokens instead of logits.
+    """
+
+    sizes: Sequence[int]
+    max_model_len: int
+    piece_sizes: Sequence[int] = ()
+    max_num_seqs: int | None = None
+    makes_drafts: bool = False
+
+    def of_draft(self) -> CaptureOptions:
+        """Return the options for a draft model or an MTP head, whose passes have one row per sequence."""
+        num_sizes = len(self.sizes) if self.max_num_seqs is None else bisect_left(self.sizes, self.max_num_seqs) + 1
+        return CaptureOptions(self.sizes[:num_sizes], self.max_model_len, makes_drafts=True)
+
+
+class CapturedSteps(NamedTuple):
+    """The captured steps of a model.
+
+    Args:
+        ladder: decode steps, or draft passes; None if none are captured.
+        pieces: pieces of other steps; None if none are captured.
+    """
+
+    ladder: GraphLadder | None = None
+    pieces: PiecewiseLadder | None = None
+
+
+def has_captured_passes(draft: Decoder) -> bool:
+    """Say whether the passes of a draft model or an MTP head are captured: not where it runs on several ranks."""
+    return draft.ranks is None and draft.replicas is None
+
+
+@torch.inference_mode()
+def capture_steps(
+    decoder: Decoder,
+    storages: Sequence[Storage],
+    num_blocks: Sequence[int],
+    block_size: int,
+    options: CaptureOptions,
+    first_group: int = 0,
+) -> CapturedSteps:
+    """Capture steps; this writes to the null blocks.
+
+    Args:
+        decoder: the model; for an MTP head, its draft passes are captured.
+        storages: memory of its cache groups.
+        num_blocks: B of each of them.
+        block_size: N.
+        options: steps to capture.
+        first_group: index of the first of its cache groups in the block tables.
+
+    Returns:
+        The captured steps, with None for those that cannot be captured, which is logged: they run eagerly.
+    """
+    if not isinstance(decoder.ops, MakesStaticSteps):
+        return CapturedSteps()
+    if isinstance(decoder, MTPHead):  # its last group has hidden states of the target, which no captured pass reads
+        storages, num_blocks = storages[:-1], num_blocks[:-1]
+    ladder, pieces, kind = None, None, "Decode steps"
+    try:
+        capture = capture_on(decoder.device, decoder.ranks)
+        if options.sizes:
+            limits = limits_of(options.sizes, num_blocks, options.max_model_len, block_size)
+            given = storages, options.sizes, limits, block_size, capture, first_group
+            ladder = _kind_of_ladder(decoder, options)(decoder, *given)
+        kind = "Steps with prompts"
+        if options.piece_sizes:
+            pieces = PiecewiseLadder(decoder, storages, options.piece_sizes, capture)
+    except RuntimeError as error:
+        logger.warning("%s are not captured, but launched kernel by kernel: %s", kind, error)
+    return CapturedSteps(ladder, pieces)
+
+
+def _kind_of_ladder(decoder: Decoder, options: CaptureOptions) -> type[GraphLadder]:
+    if isinstance(decoder, MTPHead):
+        return MTPLadder
+    return DraftLadder if options.makes_drafts else GraphLadder
+
+
+def capture_on(device: torch.device, ranks: RankGroup | None = None) -> StepCapture:
+    """Return the capture for a device: CUDA graphs, or a tape of launches where Triton interprets its kernels.
+
+    Args:
+        device: the device.
+        ranks: ranks that make the same calls, with all-reduces in them; None for a single process.
+    """
+    if device.type == "cuda":
+        capture: StepCapture = CudaCapture(device)
+    else:
+        from quire.ops.triton.interpreted_launches import seen_launches
+
+        capture = TapeCapture(seen_launches if ranks is None else partial(seen_sums, ranks, seen_launches))
+    return capture if ranks is None else RankedCapture(capture, ranks)

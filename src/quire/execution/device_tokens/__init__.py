@@ -1,0 +1,1 @@
+"""Sampled tokens on the device that the host has not read."""

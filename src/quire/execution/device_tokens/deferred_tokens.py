@@ -1,0 +1,157 @@
+"""Tokens that a step has sampled and the host has not read: the next step reads them on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from quire.distributed.rank_group import RankGroup
+from quire.execution.step.batch import Batch, BatchBuilder
+from quire.execution.step.pinned import placed, select_rows
+from quire.models.specs.spec import StateCacheShape, TokenCacheShape
+from quire.scheduling.decode_columns import DecodeItems, seq_ids_of
+from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
+from quire.sequences.decoding.drafting import UNKNOWN
+
+
+class DeferredTokens:
+    """The sampled tokens of the previous step and of the present one.
+
+    Args:
+        device: device of the tokens.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Tokens of a step, int64 [n], with the ids of their sequences.
+        self._before: list[tuple[list[int], Tensor]] = []
+        self._own: list[tuple[list[int], Tensor]] = []
+        self._reads: list[Callable[[], Sequence[ItemResult]]] = []
+        # The previous step's sequences and tokens, int64 [n], concatenated at their first use.
+        self._drawn: tuple[list[int], Tensor] | None = None
+
+    def begin_step(self) -> None:
+        """Begin a step: its placeholders stand for the tokens that the previous step has sampled."""
+        self._before, self._own, self._reads, self._drawn = self._own, [], [], None
+
+    def add(
+        self, items: Sequence[ScheduledSequence], token_ids: Tensor, read: Callable[[], Sequence[ItemResult]]
+    ) -> None:
+        """Keep tokens of the present step.
+
+        Args:
+            items: items that they were sampled for.
+            token_ids: int64 [n] on the device; nothing may write to it afterwards.
+            read: returns the results of the items; it waits for the device.
+        """
+        self._own.append((seq_ids_of(items), token_ids))
+        self._reads.append(read)
+
+    def add_read(self, read: Callable[[], Sequence[ItemResult]]) -> None:
+        """Keep a reader of the present step's results whose tokens the next step has no placeholders for; see `add`."""
+        self._reads.append(read)
+
+    def add_failed(self, seq_ids: Sequence[int]) -> None:
+        """Keep a dummy token for sequences that the present step failed to sample: their requests end."""
+        self._own.append((list(seq_ids), torch.zeros(len(seq_ids), dtype=torch.int64, device=self._device)))
+
+    def take_reads(self) -> list[Callable[[], Sequence[ItemResult]]]:
+        """Return the readers of the present step's results, and forget them."""
+        reads, self._reads = self._reads, []
+        return reads
+
+    def fill(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:
+        """Replace placeholders by the tokens that they stand for; the host does not wait.
+
+        Args:
+            input_ids: int64 [T] on the device, changed.
+            items: items of the step, all or some.
+            rows: first row of each of them, at least one for each.
+        """
+        if isinstance(items, DecodeItems):
+            wanted = items.seq_ids
+        else:
+            wanted = [item.seq_id for item in items if item.token_ids[0] == UNKNOWN]
+        if not wanted:
+            return
+        if self._drawn is None:
+            if len(self._before) == 1:
+                self._drawn = self._before[0]
+            else:
+                known, parts = zip(*self._before, strict=True)
+                self._drawn = list(chain.from_iterable(known)), torch.cat(parts)
+        seq_ids, drawn = self._drawn
+        last = len(wanted) - 1
+        # Usually the placeholders are the first rows, which is so if the last placeholder is at index `last`.
+        are_first = isinstance(items, DecodeItems) or (items[last].seq_id == wanted[last] and rows[last] == last)
+        if are_first and wanted == seq_ids:
+            input_ids[: len(wanted)].copy_(drawn)
+            return
+        place_of = {seq_id: place for place, seq_id in enumerate(seq_ids)}
+        sources = [place_of[seq_id] for seq_id in wanted]
+        if are_first:
+            input_ids[: len(wanted)].copy_(select_rows(drawn, sources))
+            return
+        targets = [row for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN]
+        numbers = placed(torch.tensor((targets, sources), dtype=torch.int64), self._device)
+        input_ids.index_copy_(0, numbers[0], drawn.index_select(0, numbers[1]))
+
+
+class AheadBatchBuilder(BatchBuilder):
+    """A builder of batches that replaces placeholders on the device; the host does not wait.
+
+    Args:
+        block_size, device, cache: see `BatchBuilder`.
+        deferred: has the tokens that placeholders stand for; with ranks, only on rank 0, which samples them.
+        ranks: the ranks, which all lay out the same items; None for one process.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        device: torch.device | str,
+        cache: Sequence[TokenCacheShape | StateCacheShape],
+        deferred: DeferredTokens,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        super().__init__(block_size, device, cache)
+        self._deferred, self._ranks = deferred, ranks
+
+    def apply_plan(self, plan: StepPlan) -> None:
+        """See `BatchBuilder`; a plan of decodes lists the tables that change."""
+        items = plan.items
+        if not isinstance(items, DecodeItems):
+            super().apply_plan(plan)
+            return
+        for seq_id in plan.finished_ids:
+            self.tables.pop(seq_id, None)
+        for seq_id, deltas in items.changes():
+            self._change_tables(seq_id, deltas)
+
+    def lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None = None) -> Batch:
+        """See `BatchBuilder`."""
+        batch = super().lay_out(items, groups_of)
+        self._fill(batch.input_ids, items, batch.row_starts)
+        return batch
+
+    def put_drawn(self, input_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
+        """See `BatchBuilder`."""
+        self._fill(input_ids, items, range(len(items)))
+
+    def _fill(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:
+        """Replace placeholders; other ranks get the tokens from rank 0 by `RankGroup.of_first`.
+
+        Args:
+            input_ids, items, rows: see `DeferredTokens.fill`.
+        """
+        ranks = self._ranks
+        if ranks is None or ranks.rank == 0:
+            self._deferred.fill(input_ids, items, rows)
+        if ranks is None:
+            return
+        if isinstance(items, DecodeItems) or any(item.token_ids[0] == UNKNOWN for item in items):
+            own = input_ids[: rows[len(items) - 1] + len(items[-1].token_ids)]
+            own.copy_(ranks.of_first(own))

@@ -1,0 +1,1 @@
+"""Draft models and MTP heads."""

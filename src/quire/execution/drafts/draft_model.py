@@ -1,0 +1,121 @@
+"""A draft model: a second, smaller model that proposes the next tokens of sequences, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+
+import torch
+from torch import Tensor
+
+from quire.execution.capture.decode_rows import few_rows_of
+from quire.execution.capture.graph_ladder import GraphLadder
+from quire.execution.device_tokens.device_tokens import (
+    DeviceDrafts,
+    DeviceTokens,
+    DraftingBatchBuilder,
+    choose_first,
+    num_wanted,
+)
+from quire.execution.step.batch import end_rows
+from quire.execution.step.kv_storage import Storage
+from quire.execution.step.pinned import select_rows
+from quire.models.modules.decoder import Decoder
+from quire.scheduling.plan import ItemResult, ScheduledSequence
+from quire.sequences.decoding.drafting import UNKNOWN
+
+
+class DraftModel:
+    """Runs a draft model in cache groups of its own, which come after the target's and get slots with them.
+
+    In each step it computes all tokens that the target does, prompts, decodes and drafts, so that a block that is
+    shared, published, swapped or rolled back has the keys and values of both. Therefore even the last draft is computed
+    here: if it is accepted, its block may be shared before the next step.
+
+    ```
+     pass 0   tokens of the step that are certain, of all sequences    -> draft 1
+     pass 1   draft 1, of the sequences that want drafts               -> draft 2
+     ...      draft k                                                  -> nothing
+    ```
+
+    The first draft of a branch is not the likeliest token but the second likeliest, and so on.
+
+    Ranks that share the target make the same drafts: all of them run this. The host launches all passes, and then the
+    target, before it knows a draft.
+
+    Args:
+        decoder: decoder with the target's vocabulary.
+        builder: follows the plans, for the groups of both.
+        storages: memory of its groups.
+        groups: indices of its cache groups among all.
+
+    Attributes:
+        ladder: its captured steps; None if none were captured.
+
+    Source: speculative sampling, arXiv 2211.17192 and 2302.01318.
+    """
+
+    def __init__(
+        self, decoder: Decoder, builder: DraftingBatchBuilder, storages: Sequence[Storage], groups: range
+    ) -> None:
+        self._decoder = decoder
+        self._builder = builder
+        self._storages = tuple(storages)
+        self._groups = groups
+        self.ladder: GraphLadder | None = None
+
+    def guess(self, items: Sequence[ScheduledSequence]) -> DeviceDrafts | None:
+        """Compute a step's tokens, and return drafts for the placeholders among them; None where there are none."""
+        wanted = num_wanted(items)
+        certain = [
+            item._replace(token_ids=item.token_ids[: len(item.token_ids) - count]) if count else item
+            for item, count in zip(items, wanted, strict=True)
+        ]
+        self._builder.known = None
+        token_ids = self._run(certain, [count > 0 for count in wanted])
+        live = [idx for idx, count in enumerate(wanted) if count]
+        passes: list[tuple[Sequence[int], Tensor]] = []
+        if live:
+            token_ids = choose_first(token_ids, items, wanted)
+        while live:
+            passes.append((live, token_ids))
+            depth = len(passes)
+            step = [
+                certain[idx]._replace(
+                    start=certain[idx].start + len(certain[idx].token_ids) + depth - 1, token_ids=(UNKNOWN,)
+                )
+                for idx in live
+            ]
+            goes_on = [depth < wanted[idx] for idx in live]
+            self._builder.known = DeviceTokens(token_ids)
+            token_ids = self._run(step, goes_on)[:, 0]
+            live = list(compress(live, goes_on))
+        return self._builder.take_drafts(items, passes)
+
+    def _run(self, items: Sequence[ScheduledSequence], is_read: Sequence[bool]) -> Tensor:
+        """Store keys and values of tokens; return the likeliest tokens after each item that is read, int64 [n, C]."""
+        ladder, found = self.ladder, None if self.ladder is None else few_rows_of(items)
+        if ladder is not None and found is not None and ladder.takes(found[0]):
+            rows, counts = found
+            step = ladder.run(rows, self._builder, None, counts)
+            # A copy: the next pass overwrites the static memory.
+            return select_rows(step.outputs, end_rows(items, is_read))
+        batch = self._builder.lay_out(items, self._groups)
+        read = self._builder.lay_out_ends(items, is_read, self._groups)
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, output_rows=read)
+        return self._decoder.draft_tokens(hidden) if any(is_read) else torch.empty(0, 1, dtype=torch.int64)
+
+
+def with_drafts(
+    results: Sequence[ItemResult], planned: Sequence[ScheduledSequence], run: Sequence[ScheduledSequence]
+) -> list[ItemResult]:
+    """Return results that tell the drafts which a model made.
+
+    Args:
+        planned: the items as they came.
+        run: the same with their drafts.
+    """
+    return [
+        result if item is before else result._replace(draft=tuple(item.token_ids[-item.num_draft :]))
+        for result, before, item in zip(results, planned, run, strict=True)
+    ]

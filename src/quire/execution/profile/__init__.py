@@ -1,0 +1,1 @@
+"""GPU memory of steps, measured by running and capturing the largest ones."""

@@ -1,0 +1,1 @@
+"""Executors and model runners: they carry out plans."""

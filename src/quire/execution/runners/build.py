@@ -1,0 +1,116 @@
+"""Builds the model runner of a loaded model: its KV memory, and all else that a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.distributed.kvstore.disk_blocks import DiskBlocks
+from quire.execution.capture.captured_steps import CaptureOptions, capture_steps, has_captured_passes
+from quire.execution.device_tokens.deferred_tokens import AheadBatchBuilder, DeferredTokens
+from quire.execution.device_tokens.device_tokens import DraftingBatchBuilder
+from quire.execution.drafts.draft_model import DraftModel
+from quire.execution.drafts.mtp_drafter import MTPDrafter
+from quire.execution.runners.graph_runner import GraphRunner
+from quire.execution.runners.runner import ModelRunner
+from quire.execution.sampling.device.deferred_sampler import DeferredSampler
+from quire.execution.sampling.device.device_sampler import DeviceSampler, warm_up
+from quire.execution.sampling.device.following_sampler import FollowingSampler
+from quire.execution.sampling.sampler import Sampler
+from quire.execution.step.batch import BatchBuilder
+from quire.execution.step.embeddings import MultimodalEmbeddings
+from quire.execution.step.kv_storage import Storage, make_storages
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.mtp import MTPHead
+from quire.ops.interface.static_steps import MakesStaticSteps
+from quire.ops.interface.token_draws import DrawsTokens
+from quire.platform.host_probe import num_cores
+from quire.platform.prefault import Prefaulter
+from quire.text.structured.grammar_backend import GrammarBackend
+from quire.text.structured.mask_filler import GrammarStates
+
+
+def build_runner(
+    decoder: Decoder,
+    *,
+    num_blocks: Sequence[int],
+    block_size: int,
+    device: str,
+    dtype: torch.dtype,
+    stored: str | None = None,
+    host_bytes: int = 0,
+    disk: DiskBlocks | None = None,
+    draft: Decoder | None = None,
+    grammars: GrammarBackend | None = None,
+    captured: CaptureOptions | None = None,
+    deferred: DeferredTokens | None = None,
+) -> ModelRunner:
+    """Give a loaded decoder its KV memory, and all else that a step takes.
+
+    Args:
+        decoder: decoder with all its weights.
+        num_blocks: B for each cache group, the null block included: all that its view of the shared memory has.
+        block_size: N.
+        device: the decoder's.
+        dtype: the decoder's.
+        stored: see `quire.execution.step.kv_storage.KVStorage`.
+        host_bytes: number of bytes of the host tier; 0 for none.
+        disk: the tier below that, if there is one.
+        draft: see `ModelRunner`, of the same dtype; its cache groups come last in `num_blocks`.
+        grammars: the model's grammars; None where no output can be constrained.
+        captured: steps to capture; None for none.
+        deferred: keeps the tokens of steps whose tokens are read after the next step was launched; None to read them
+            with each step.
+    """
+    torch_device = torch.device(device)
+    groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
+    storages = make_storages(groups, num_blocks, block_size, dtype, torch_device, stored)
+    caches = [group.cache for group in groups]
+    grammar_states = None
+    if grammars is not None:
+        overlaps = torch_device.type != "cpu" or torch.get_num_threads() < num_cores()
+        source = grammars.mask_source(overlaps=overlaps)
+        grammar_states = GrammarStates(source, grammars.model.vocab_size, grammars.model.end_token_ids)
+    keep = decoder.ops.apply_token_bitmask
+    draws = decoder.ops if isinstance(decoder.ops, DrawsTokens) else None
+    if draws is not None and torch_device.type != "cpu":
+        with torch.inference_mode():
+            warm_up(draws, decoder.spec.vocab_size, torch_device)
+    builder: BatchBuilder
+    sampler: Sampler
+    if deferred is not None:
+        builder = AheadBatchBuilder(block_size, torch_device, caches, deferred, decoder.ranks)
+        sampler = DeferredSampler(torch_device, grammar_states, keep, deferred, draws)
+    else:
+        builder = BatchBuilder(block_size, torch_device, caches)
+        # Where kernels are not the host's own, and where they are interpreted, the host waits for tokens only.
+        is_apart = torch_device.type != "cpu" or isinstance(decoder.ops, MakesStaticSteps)
+        sampler = Sampler(torch_device, grammar_states, keep)
+        if is_apart:
+            sampler = DeviceSampler(torch_device, grammar_states, keep, draws)
+    if decoder.is_follower:
+        sampler = FollowingSampler(torch_device)
+    own, drafter = len(decoder.cache_groups), None
+    if draft is not None:  # with it no plan is made ahead, so the only placeholders are drafts
+        builder = drafting = DraftingBatchBuilder(block_size, torch_device, caches)
+        drafter = _drafter_of(draft, drafting, storages[own:], range(own, len(storages)))
+    prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)
+    media = MultimodalEmbeddings(torch_device)
+    if captured is None:
+        return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, drafter, prefaulter)
+    runner = GraphRunner(decoder, storages, builder, sampler, media, host_bytes, disk, drafter, prefaulter)
+    runner.ladder, runner.pieces = capture_steps(decoder, storages[:own], num_blocks[:own], block_size, captured)
+    if draft is not None and drafter is not None and has_captured_passes(draft):
+        of_draft = storages[own:], num_blocks[own:], block_size, captured.of_draft()
+        drafter.ladder = capture_steps(draft, *of_draft, first_group=own).ladder
+    return runner
+
+
+def _drafter_of(
+    draft: Decoder, builder: DraftingBatchBuilder, storages: Sequence[Storage], groups: range
+) -> DraftModel | MTPDrafter:
+    """Return what runs a draft model, or an MTP head."""
+    if isinstance(draft, MTPHead):
+        return MTPDrafter(draft, builder, storages, groups)
+    return DraftModel(draft, builder, storages, groups)

@@ -1,0 +1,136 @@
+"""The executor of rank 0: each step runs here while the other ranks run it too."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import cast
+
+from quire.distributed.ranks import Ranks
+from quire.errors import RankFailed
+from quire.execution.runners.async_executor import AsyncExecutor, LaunchedStep
+from quire.execution.runners.executor import Executor
+from quire.memory.results import MemoryOps
+from quire.scheduling.plan import StepPlan, StepResult
+
+
+class RankedExecutor:
+    """Runs steps on rank 0; whatever fails in one ends the engine, since the other ranks are in the middle of it.
+
+    Args:
+        inner: executor of this rank's part.
+        ranks: all ranks.
+        cores: cores that the thread of the steps stays on; none for any.
+        close_log: function that tells the other ranks that no step follows.
+    """
+
+    def __init__(
+        self, inner: Executor, ranks: Ranks, cores: Sequence[int] = (), close_log: Callable[[], None] | None = None
+    ) -> None:
+        self._inner, self._ranks, self._cores, self._close_log = inner, ranks, cores, close_log
+        self._bound: tuple[int, set[int]] | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step.
+
+        Raises:
+            RankFailed: a rank has failed; no step can run any more.
+            LockstepDrift: a rank has planned another step.
+        """
+        with self._watched():
+            return self._inner.execute(plan)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch one step, whose tokens are read later; see `AsyncExecutor` and `execute`."""
+        with self._watched():
+            step = cast(AsyncExecutor, self._inner).launch(plan)
+            if step.has_failed:
+                step.result()
+        return RankedStep(step, self._watched)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Return a context of a part of a step, in which the end of any rank is an error."""
+        if self._cores:
+            self._bind()
+        try:
+            self._ranks.links.check()
+            with self._ranks.group.watched():
+                yield
+            # Where a rank has failed meanwhile, a device may have been freed from its wait without a result.
+            self._ranks.links.check()
+        except BaseException as error:
+            raise self.failure_of(error) from error
+
+    def _bind(self) -> None:
+        """Keep this thread, and those that it starts, on the rank's cores; others of the process may run anywhere."""
+        self._bound = threading.get_native_id(), os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores)
+        self._cores = ()
+
+    def _unbind(self) -> None:
+        """Let the thread run where it could before: its next engine's ranks inherit that."""
+        if self._bound is not None:
+            thread_id, cores = self._bound
+            with suppress(OSError):  # it may have ended
+                os.sched_setaffinity(thread_id, cores)
+
+    def failure_of(self, error: BaseException) -> BaseException:
+        """Return the error with which no rank can go on; other interruptions end the ranks, and stay what they are."""
+        failure = self._ranks.cause_of(_cause(error))
+        return failure if isinstance(error, Exception) else error
+
+    def measure_copies(self) -> float | None:
+        """See `Executor`."""
+        return self._inner.measure_copies()
+
+    def move(self, ops: MemoryOps) -> None:
+        """See `Executor`: the parts of blocks that this rank has; the others move theirs by themselves."""
+        self._inner.move(ops)
+
+    def close(self) -> None:
+        """Let the other ranks end, and wait for them."""
+        try:
+            if self._close_log is not None and self._ranks.failure is None:
+                self._ranks.expect_end()
+                self._close_log()
+        except RankFailed as error:
+            self._ranks.fail(error)
+        finally:
+            self._unbind()
+            self._inner.close()
+            self._ranks.close()
+
+
+class RankedStep(LaunchedStep):
+    """A step that was launched on all ranks.
+
+    Args:
+        step: the step of this rank.
+        watched: returns the context in which the host waits for it.
+    """
+
+    __slots__ = ("_step", "_watched")
+
+    def __init__(self, step: LaunchedStep, watched: Callable[[], AbstractContextManager[None]]) -> None:
+        self._step, self._watched = step, watched
+
+    @property
+    def has_failed(self) -> bool:
+        """See `LaunchedStep`: a step that could not be launched has ended the engine."""
+        return False
+
+    def result(self) -> StepResult:
+        """Wait for the step; see `RankedExecutor.execute`."""
+        with self._watched():
+            return self._step.result()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the error of a rank behind that of a step."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, RankFailed):
+        cause = cause.__cause__
+    return error if cause is None else cause

@@ -1,0 +1,51 @@
+"""The rows of a step that have a LoRA adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.ops.interface.lora import LoraRows
+from quire.scheduling.decode_columns import seq_ids_of
+from quire.scheduling.plan import ScheduledSequence, StepPlan
+
+
+class AdapterRows:
+    """Keeps the adapter of each open sequence.
+
+    Attributes:
+        by_sequence: adapter slot of the open sequences that have one, by sequence id.
+    """
+
+    def __init__(self) -> None:
+        self.by_sequence: dict[int, int] = {}
+
+    def apply_plan(self, plan: StepPlan) -> None:
+        """Drop the finished sequences, and add new ones that have an adapter."""
+        for seq_id in plan.finished_ids:
+            self.by_sequence.pop(seq_id, None)
+        for item in plan.items:
+            if item.new_sequence is not None and item.new_sequence.adapter is not None:
+                self.by_sequence[item.seq_id] = item.new_sequence.adapter
+
+    def rows_of_decodes(self, items: Sequence[ScheduledSequence]) -> LoraRows | None:
+        """Return the rows with an adapter, for items of one token each; None where no row has one."""
+        return LoraRows.of(self._slots(items), [1] * len(items))
+
+    def rows(
+        self, items: Sequence[ScheduledSequence], output_counts: Sequence[int] | None
+    ) -> tuple[LoraRows, LoraRows | None] | None:
+        """Return the rows with an adapter, among all rows and among output rows; None where no row has one.
+
+        Args:
+            items: items of the step.
+            output_counts: number of output rows of each item, its last ones; None where all rows are output rows.
+        """
+        slots = self._slots(items)
+        of_all = LoraRows.of(slots, [len(item.token_ids) for item in items])
+        if of_all is None:
+            return None
+        return of_all, None if output_counts is None else LoraRows.of(slots, output_counts)
+
+    def _slots(self, items: Sequence[ScheduledSequence]) -> list[int | None]:
+        """Return the adapter slot of each item's sequence, None for no adapter."""
+        return [self.by_sequence.get(seq_id) for seq_id in seq_ids_of(items)]

@@ -1,0 +1,108 @@
+"""The prompt of a request as tokens, which a server makes: it alone knows template and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple
+
+from quire.fleet.proxy.exchange import Exchange
+from quire.fleet.proxy.streams import fields_of
+from quire.fleet.routing.router import RouteRequest
+from quire.fleet.routing.shadow_tree import Scope
+from quire.memory.kv_events import encode
+
+# Routes whose requests have a prompt that a cache may have.
+PATHS = frozenset(
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
+        *("/api/chat", "/api/generate"),
+    }
+)
+SESSION_HEADER: Final = "x-session-id"
+# Tokens that are kept, of all prompts together: 4 bytes each.
+MAX_KEPT_TOKENS = 4 << 20
+
+Ask = Callable[[bytes], Awaitable[bytes | None]]
+
+
+class Prompt(NamedTuple):
+    """A prompt that is to be routed.
+
+    Args:
+        token_ids: its tokens; empty where they are not known.
+        scope: scope within which it shares blocks.
+    """
+
+    token_ids: list[int]
+    scope: Scope
+
+
+class RoutedPrompts:
+    """Finds the tokens of prompts, and keeps the last ones.
+
+    Args:
+        ask: function that posts a body to `/prompt_tokens` of a server and returns the answer, None without one.
+        tenant_header: header that names the tenant, as at the servers; None where all clients are one.
+    """
+
+    def __init__(self, ask: Ask, tenant_header: str | None = None) -> None:
+        self._ask = ask
+        self._tenant_header = tenant_header
+        self._kept: OrderedDict[bytes, Prompt] = OrderedDict()
+        self._num_kept = 0
+
+    async def request_of(self, exchange: Exchange) -> RouteRequest:
+        """Return what decides where a client's request goes: its prompt, and the name of its conversation."""
+        fields = fields_of(exchange.body)
+        tenant = None if self._tenant_header is None else exchange.headers.get(self._tenant_header)
+        prompt = await self.read(exchange.path, exchange.body, fields, tenant)
+        session = exchange.headers.get(SESSION_HEADER) or fields.get("prompt_cache_key")
+        return RouteRequest(prompt.token_ids, prompt.scope, session if isinstance(session, str) else None)
+
+    async def read(self, path: str, raw: bytes, body: Mapping[str, Any], tenant: str | None) -> Prompt:
+        """Return the prompt of a request.
+
+        Args:
+            path: path of the request.
+            raw: its body.
+            body: the parsed body.
+            tenant: tenant of the client.
+        """
+        given = body.get("prompt") if path == "/v1/completions" else None
+        if isinstance(given, list) and given and isinstance(given[0], list):
+            given = given[0]
+        is_tokens = isinstance(given, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in given)
+        key = blake2b(path.encode() + b"\0" + raw, digest_size=16).digest()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            prompt = self._kept[key]
+        elif is_tokens and given and body.get("cache_salt") is None and body.get("model") is None:
+            prompt = Prompt(given, Scope())
+        else:
+            prompt = _read(await self._ask(b'{"path":%b,"body":%b}' % (json.dumps(path).encode(), raw)))
+            self._keep(key, prompt)
+        return prompt._replace(scope=prompt.scope._replace(tenant=tenant))
+
+    def _keep(self, key: bytes, prompt: Prompt) -> None:
+        if not prompt.token_ids:
+            return
+        self._kept[key] = prompt
+        self._num_kept += len(prompt.token_ids)
+        while self._num_kept > MAX_KEPT_TOKENS:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_kept -= len(oldest.token_ids)
+
+
+def _read(answer: bytes | None) -> Prompt:
+    """Return the prompt of an answer; without tokens where there is none, so that the queues decide."""
+    try:
+        found = json.loads(answer or b"{}")
+        token_ids, adapter, salt = (found.get(name) for name in ("tokens", "adapter", "cache_salt"))
+        encode(token_ids)
+    except (ValueError, AttributeError, TypeError, OverflowError):
+        return Prompt([], Scope())
+    texts = [value if isinstance(value, str) else None for value in (adapter, salt)]
+    return Prompt(token_ids, Scope(texts[0], texts[1]))

@@ -1,0 +1,215 @@
+"""A server behind the proxy: whether it takes requests, as its health and its failures say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.fleet.kv_events.subscriber import KVEventSubscriber
+from quire.fleet.proxy.upstream import Upstream, UpstreamLost
+from quire.fleet.routing.router import Router
+
+logger = logging.getLogger(__name__)
+
+PROBE_S = 5.0
+# Failures in a row after which requests stay away, for a time that doubles.
+MAX_FAILURES = 3
+FIRST_BREAK_S, LONGEST_BREAK_S = 1.0, 30.0
+# Failed probes after which a server is down, and the requests on it are lost.
+MAX_MISSED = 3
+
+
+class Replica:
+    """One server.
+
+    Args:
+        name: address of the server, which is its name.
+        router: router that knows it under this name.
+        headers: headers of the proxy's own requests, with a key where there is one.
+
+    Attributes:
+        upstream: connections to it.
+        is_up: True where its last probe succeeded.
+        is_draining: True where the operator lets it finish.
+        num_in_flight: requests that were sent to it and have not ended.
+        num_failures: failures in a row.
+        why_down: reason of the last failure.
+    """
+
+    def __init__(self, name: str, router: Router, headers: list[tuple[bytes, bytes]]) -> None:
+        self.name = name
+        self.upstream = Upstream(name)
+        self.is_up = self.is_draining = False
+        self.num_in_flight = self.num_failures = 0
+        self.why_down = "it was not asked yet"
+        self._router = router
+        self._headers = headers
+        self._num_missed = 0
+        self._broken_until_s = 0.0
+        self._break_s = FIRST_BREAK_S
+        self._source: dict[str, Any] | None = None
+        self._seq_before = -1
+        self._following: asyncio.Task[None] | None = None
+        self.subscriber: KVEventSubscriber | None = None
+        router.add_replica(name)
+        router.set_available(name, False)
+
+    @property
+    def is_available(self) -> bool:
+        """Whether it takes requests now."""
+        now_s = asyncio.get_running_loop().time()
+        return self.is_up and not self.is_draining and now_s >= self._broken_until_s
+
+    async def watch(self, interval_s: float) -> None:
+        """Probe the server until cancelled."""
+        try:
+            while True:
+                await self.probe()
+                await asyncio.sleep(interval_s)
+        finally:
+            self._unfollow()
+            self.upstream.abort()
+
+    async def probe(self) -> None:
+        """Ask the server for its health, and for where it publishes KV events."""
+        try:
+            status, body = await self.fetch("GET", "/health")
+        except UpstreamLost as error:
+            self._miss(str(error))
+            return
+        if status != 200:
+            # One that is stopping still ends its requests; one that is dead or stuck does not.
+            self._set_down(_shown(body), is_lost=b'"stopping"' not in body)
+            return
+        self._num_missed = 0
+        if not self.is_up:
+            logger.info("%s is up", self.name)
+            self.is_up, self.why_down = True, ""
+        await self._follow()
+        self.update()
+
+    async def fetch(
+        self, method: str, path: str, body: bytes = b"", *, timeout_s: float = PROBE_S
+    ) -> tuple[int, bytes]:
+        """Return status and body of the answer to a request of the proxy itself.
+
+        Raises:
+            UpstreamLost: there is none in time.
+        """
+        headers = [*self._headers, (b"content-type", b"application/json")] if body else self._headers
+        return await self.upstream.fetch(method, path, headers, body, timeout_s=timeout_s)
+
+    def succeed(self) -> None:
+        """Record that a request was answered."""
+        self.num_failures, self._break_s = 0, FIRST_BREAK_S
+
+    def fail(self, why: str) -> None:
+        """Record that a request was lost; after several in a row, requests stay away for a while."""
+        self.num_failures += 1
+        self.why_down = why
+        if self.num_failures >= MAX_FAILURES:
+            logger.warning("%s: %d requests in a row failed: %s", self.name, self.num_failures, why)
+            self._broken_until_s = asyncio.get_running_loop().time() + self._break_s
+            self._break_s = min(2 * self._break_s, LONGEST_BREAK_S)
+            self.num_failures = 0
+        self.update()
+
+    def update(self) -> None:
+        """Tell the router whether the server takes requests."""
+        self._router.set_available(self.name, self.is_available)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state of the server, for operators."""
+        feed, load = self._router.feeds[self.name], self._router.load_of(self.name)
+        return {
+            "url": self.name,
+            "is_available": self.is_available,
+            "is_up": self.is_up,
+            "is_draining": self.is_draining,
+            "num_in_flight": self.num_in_flight,
+            "why_down": self.why_down,
+            "num_requests": load.num_requests,
+            "queue_s": round(self._router.queue_s(self.name), 6),
+            "computed_tokens": load.computed_tokens,
+            "num_blocks": self._router.num_blocks(self.name),
+            "events": feed.state.name.lower(),
+            "num_gaps": feed.num_gaps,
+        }
+
+    # ---- parts ----
+
+    def _miss(self, why: str) -> None:
+        self._num_missed += 1
+        self.why_down = why
+        if self._num_missed >= MAX_MISSED or not self.is_up or "cannot connect" in why:
+            self._set_down(why, is_lost=True)
+
+    def _set_down(self, why: str, *, is_lost: bool) -> None:
+        """Send no more requests; where the server is lost, those on it are, and so is its cache."""
+        if self.is_up:
+            logger.warning("%s is down: %s", self.name, why)
+        self.is_up, self.why_down = False, why
+        if is_lost:
+            self._unfollow()
+            self.upstream.abort()
+            self._router.restart_replica(self.name)
+        self.update()
+
+    async def _follow(self) -> None:
+        """Follow the server's KV events, from the address that it names; see that they keep coming."""
+        try:
+            status, body = await self.fetch("GET", "/kv_event_sources")
+            sources = json.loads(body) if status == 200 else {}
+            source = sources.get("0") if isinstance(sources, dict) else None
+        except (UpstreamLost, ValueError):
+            return
+        if not isinstance(source, dict) or not isinstance(source.get("endpoint"), str):
+            return
+        key = {name: source.get(name) for name in ("endpoint", "replay_endpoint", "topic")}
+        if self._following is None or self._following.done() or key != self._source:
+            self._unfollow()
+            self._source = key
+            self._start_following(key)
+        feed, published = self._router.feeds[self.name], source.get("next_seq")
+        if isinstance(published, int):
+            # Batches of before the last probe that have not arrived by now are lost, or much too late.
+            if feed.next_seq < self._seq_before:
+                feed.lose()
+            elif feed.next_seq > published:
+                self._router.restart_replica(self.name)
+            self._seq_before = published
+
+    def _start_following(self, source: dict[str, Any]) -> None:
+        router, name = self._router, self.name
+        try:
+            self.subscriber = KVEventSubscriber(
+                self._reachable(source["endpoint"]),
+                self._reachable(source["replay_endpoint"]) if isinstance(source["replay_endpoint"], str) else None,
+                lambda seq, events, is_replay: router.apply(name, seq, events, is_replay=is_replay),
+                lambda: router.feeds[name].next_seq,
+                source["topic"] if isinstance(source["topic"], str) else "",
+            )
+        except ConfigError as error:
+            logger.warning("%s: requests are routed without KV events: %s", self.name, error)
+            self._following = asyncio.create_task(asyncio.sleep(3600))
+            return
+        self._following = asyncio.create_task(self.subscriber.run())
+
+    def _reachable(self, endpoint: str) -> str:
+        """Return an endpoint with the server's host, where it listens at all addresses."""
+        for everywhere in ("//*:", "//0.0.0.0:", "//[::]:"):
+            endpoint = endpoint.replace(everywhere, f"//{self.upstream.host}:")
+        return endpoint
+
+    def _unfollow(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+        self._source, self._seq_before = None, -1
+
+
+def _shown(body: bytes) -> str:
+    return body[:200].decode("utf-8", "replace")

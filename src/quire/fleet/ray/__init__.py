@@ -1,0 +1,32 @@
+"""Replicas on Ray Serve: `serve run quire.fleet.ray:app model=bundled num_replicas=2`.
+
+The application has two deployments: `Ingress`, which Serve's proxies send all requests to, and `Engine`, whose replicas
+have the model. Their numbers and resources may also be set in Serve's own configuration, by these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from quire.errors import ConfigError
+
+__all__ = ["app"]
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """Return the application for `serve run`, `serve deploy` and `serve.run`.
+
+    Args:
+        args: options of the engine (those of `LLM`), of the server (fields of `ServerConfig`) and of the replicas
+            (`ReplicaConfig`).
+
+    Raises:
+        ConfigError: ray is not installed, an option is not known, or its value is not allowed.
+    """
+    if find_spec("ray") is None or find_spec("ray.serve") is None:
+        raise ConfigError("replicas on Ray Serve need ray: pip install 'quire[ray]'", field="ray")
+    from quire.fleet.ray.application import build
+
+    return build(args)

@@ -1,0 +1,145 @@
+"""Messages between the ingress and a replica of the engine, and the ticket by which the router knows a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from quire.fleet.routing.router import Route, RouteRequest
+
+RawHeaders = tuple[tuple[bytes, bytes], ...]
+
+
+class TicketCounter(Protocol):
+    """Counter of tickets; see `fleet.ReplicaFleet`."""
+
+    def soon(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function on the event loop of the router."""
+
+    def on_first_token(self, ticket: Ticket, now_s: float | None = None) -> None:
+        """Record that a stream has begun."""
+
+    def end(self, ticket: Ticket) -> None:
+        """Record that an attempt has ended, whole or not."""
+
+
+class Ticket:
+    """One attempt to have a request answered. It stays in the process of the ingress, with the handle's router.
+
+    The ingress and the router run on different event loops: each writes attributes of its own.
+
+    Args:
+        request: the part of the request that decides where it goes; None for a request without a prompt.
+        tried: names of replicas that could not take it.
+        is_pinned: True to send it to the first replica, with the others of its kind.
+
+    Attributes:
+        replica: replica that has taken it; None before. The router writes it.
+        routed_s: time at which it was taken.
+        num_hit: tokens of its prompt that were expected in the replica's cache.
+        fleet: fleet that counts it; None before it was ranked.
+        routes: its routes by replica, as they were ranked.
+        counted: replica at which it counts; None for none.
+        begun: route that counts as work of its replica; None without one.
+        is_ended: True once the ingress has ended it.
+    """
+
+    __slots__ = (
+        "begun",
+        "counted",
+        "fleet",
+        "is_ended",
+        "is_pinned",
+        "num_hit",
+        "replica",
+        "request",
+        "routed_s",
+        "routes",
+        "tried",
+    )
+
+    def __init__(
+        self, request: RouteRequest | None = None, tried: tuple[str, ...] = (), *, is_pinned: bool = False
+    ) -> None:
+        self.request = request
+        self.tried = tried
+        self.is_pinned = is_pinned
+        self.replica: str | None = None
+        self.routed_s = 0.0
+        self.num_hit = 0
+        self.fleet: TicketCounter | None = None
+        self.routes: dict[str, Route] = {}
+        self.counted: str | None = None
+        self.begun: Route | None = None
+        self.is_ended = False
+
+    def begin_stream(self) -> None:
+        """Tell the router that the answer has begun; any thread may call this."""
+        if self.fleet is not None:
+            self.fleet.soon(self.fleet.on_first_token, self)
+
+    def end(self) -> None:
+        """Tell the router that the attempt has ended; any thread may call this."""
+        self.is_ended = True
+        if self.fleet is not None:
+            self.fleet.soon(self.fleet.end, self)
+
+
+class RoutedCall:
+    """A request on its way to a replica. Its ticket stays behind when it is sent.
+
+    Args:
+        method: method.
+        target: path with the query, as the client wrote it.
+        headers: headers, with names in lower case.
+        body: body.
+        ticket: the attempt; None at the replica.
+    """
+
+    __slots__ = ("body", "headers", "method", "target", "ticket")
+
+    def __init__(
+        self, method: str, target: bytes, headers: RawHeaders, body: bytes, ticket: Ticket | None = None
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.body = body
+        self.ticket = ticket
+
+    @property
+    def prompt(self) -> str:
+        """The prompt for routers that compare texts, such as Ray's `PrefixCacheAffinityRouter`: a character a token."""
+        request = None if self.ticket is None else self.ticket.request
+        token_ids = () if request is None else request.token_ids
+        # Surrogates are no characters.
+        return "".join(chr(token if token < 0xD800 else token + 0x800) for token in token_ids) or " "
+
+    def __reduce__(self) -> tuple[type[RoutedCall], tuple[str, bytes, RawHeaders, bytes]]:
+        return RoutedCall, (self.method, self.target, self.headers, self.body)
+
+
+class AnswerHead(NamedTuple):
+    """The first item of an answer; the parts of its body follow.
+
+    Args:
+        status: status.
+        headers: headers, with names in lower case.
+        replica: name of the replica.
+    """
+
+    status: int
+    headers: RawHeaders
+    replica: str
+
+
+class WholeAnswer(NamedTuple):
+    """An answer in one piece.
+
+    Args:
+        head: status, headers and replica.
+        body: body.
+    """
+
+    head: AnswerHead
+    body: bytes

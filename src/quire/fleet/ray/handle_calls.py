@@ -1,0 +1,109 @@
+"""Requests over a deployment's handle, in the form of requests to a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+from quire.fleet.proxy.upstream import UpstreamLost
+from quire.fleet.ray.call import AnswerHead, RoutedCall, Ticket
+
+# Time in which a replica must have taken a request: those that are started again after a crash take a while.
+ASSIGN_S: Final = 60.0
+MAX_SHOWN: Final = 300
+
+
+class HandleCall:
+    """Takes one request to the replica that the handle's router chooses.
+
+    Args:
+        handle: handle of the deployment, for streams.
+        ticket: the attempt.
+    """
+
+    def __init__(self, handle: Any, ticket: Ticket) -> None:
+        self._handle = handle
+        self._ticket = ticket
+
+    async def request(
+        self, method: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes
+    ) -> HandleAnswer:
+        """Send the request and return its answer, of which the head has arrived.
+
+        Raises:
+            UpstreamLost: there is none; the ticket has the replica, None where no replica has taken it.
+        """
+        items = self._handle.answer.remote(RoutedCall(method, target, tuple(headers), body, self._ticket))
+        first = asyncio.ensure_future(_next(items))
+        try:
+            await asyncio.wait({first}, timeout=ASSIGN_S)
+            if not first.done() and self._ticket.replica is None:
+                raise UpstreamLost(f"no replica has taken the request in {ASSIGN_S:g} s")
+            head = await first
+            if not isinstance(head, AnswerHead):
+                raise UpstreamLost("the replica has sent no answer")
+            # A router that does not know tickets sets none.
+            self._ticket.replica = head.replica
+            return HandleAnswer(head, items)
+        except BaseException:
+            first.cancel()
+            items.cancel()
+            raise
+
+
+class HandleAnswer:
+    """The answer to a request.
+
+    Args:
+        head: its status and headers.
+        items: Serve's stream of the parts.
+    """
+
+    def __init__(self, head: AnswerHead, items: Any) -> None:
+        self.status = head.status
+        self.headers = list(head.headers)
+        self._items: Any = items
+
+    def header(self, name: bytes) -> bytes:
+        """Return the value of a header, empty where it is not there."""
+        return next((value for each, value in self.headers if each == name), b"")
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the parts of the body as they come.
+
+        Raises:
+            UpstreamLost: the replica was lost before the body was whole.
+        """
+        while self._items is not None:
+            part = await _next(self._items)
+            if part is None:
+                self._items = None
+            else:
+                yield part
+
+    def close(self) -> None:
+        """Give the answer up, unless it was read to its end: the replica then ends the request."""
+        if self._items is not None:
+            self._items.cancel()
+            self._items = None
+
+
+async def _next(items: Any) -> Any:
+    """Return the next item of a stream, None at its end.
+
+    Raises:
+        UpstreamLost: the replica has failed, or has ended.
+    """
+    try:
+        return await anext(items, None)
+    except Exception as error:
+        raise UpstreamLost(lost_by(error)) from error
+
+
+def lost_by(error: BaseException) -> str:
+    """Return an error of Ray or of a replica in a line: Ray's messages have the traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    # The error of a replica's own code is the last line, that of a lost replica the first.
+    line = (lines[-1] if "Traceback" in str(error) else lines[0]) if lines else ""
+    return f"{type(error).__name__}: {line.strip()}"[:MAX_SHOWN]

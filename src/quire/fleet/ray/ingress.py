@@ -1,0 +1,330 @@
+"""The deployment of the ingress: the whole HTTP surface, with each request on the replica that the router chooses.
+
+```
+ client -> Serve's proxy -> Ingress: key, body, tokens of the prompt -> handle, CacheAwareRouter -> ServedReplica
+ a prompt           as the router says; before the first byte, another replica where the first fails or is busy
+ all replicas' state every replica: adapters, pins, resets; the answer is the first one's, or that of one that failed
+ all others         one replica
+ /metrics           those of all replicas, with the label replica, and of all routers, with the label ingress
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from ray import serve
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.fleet.proxy.app import BROADCAST
+from quire.fleet.proxy.exchange import BodyBudget, Exchange
+from quire.fleet.proxy.metrics import ProxyMetrics
+from quire.fleet.proxy.prompts import PATHS, RoutedPrompts
+from quire.fleet.proxy.upstream import UpstreamLost
+from quire.fleet.ray.call import AnswerHead, RawHeaders, RoutedCall, Ticket, WholeAnswer
+from quire.fleet.ray.fleet import FLEETS, ReplicaFleet
+from quire.fleet.ray.handle_calls import HandleCall, lost_by
+from quire.fleet.ray.metrics import INGRESS, merge_metrics
+from quire.fleet.routing.router import RouteRequest
+from quire.server.requests.errors import ApiError, unavailable
+from quire.server.settings import ServerConfig
+from quire.server.state.auth import Guard, check_operator
+
+# Attempts to have one request answered.
+MAX_ATTEMPTS: Final = 8
+ASK_S: Final = 2.0
+START_S: Final = 5.0
+BROADCAST_S: Final = 120.0
+
+
+class IngressReplica:
+    """One replica of the ingress. Serve runs the application that it builds.
+
+    Args:
+        engine: handle of the engine's deployment.
+        server_options: fields of `ServerConfig`.
+    """
+
+    def __init__(self, engine: Any, server_options: dict[str, Any]) -> None:
+        self._engine = engine
+        self._config = ServerConfig(**server_options)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the application, with the checks of keys and origins before it."""
+        config = self._config
+        self._ingress = Ingress(self._engine, config, serve.get_replica_context())
+        app: ASGIApp = self._ingress
+        app = Guard(app, api_key=config.api_key, operator_key=config.operator_key)
+        if config.allow_origins:
+            # Preflight requests have no key, so CORS precedes the guard.
+            exposed = ("retry-after", "x-request-id")
+            app = CORSMiddleware(
+                app,
+                allow_origins=config.allow_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=exposed,
+            )
+        return _without_request_id(app)
+
+    async def router_metrics(self) -> tuple[str, bytes]:
+        """Return the name of this replica, and the metrics of its router; another one asks."""
+        return await self._ingress.router_metrics()
+
+
+class Ingress:
+    """The ASGI application.
+
+    Args:
+        engine: handle of the engine's deployment.
+        config: options of the server.
+        context: Serve's context of this replica.
+    """
+
+    def __init__(self, engine: Any, config: ServerConfig, context: Any) -> None:
+        self._engine = engine
+        self._streams = engine.options(stream=True)
+        self._app_name = str(context.app_name)
+        self._name = str(context.replica_id.unique_id)
+        self._ingresses = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._has_operators = config.operator_key is not None
+        key = config.operator_key or config.api_key
+        self._headers: RawHeaders = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
+        self._bodies = BodyBudget(config.max_body_bytes)
+        self._prompts = RoutedPrompts(self._ask_for_tokens, config.tenant_header)
+        self._states: dict[str, dict[str, Any]] = {}
+        self._metrics = ProxyMetrics(lambda: self._states)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})
+            return
+        # Where the application has a route prefix, Serve names it as ASGI does.
+        root = scope.get("root_path", "").rstrip("/")
+        path = scope["path"].removeprefix(root) or "/"
+        scope = {**scope, "path": path, "raw_path": scope.get("raw_path", path.encode()).removeprefix(root.encode())}
+        if path in ("/health", "/ping", "/metrics") or path.startswith("/router/"):
+            await (await self._own(scope))(scope, receive, send)
+            return
+        async with self._bodies.open(scope, receive, send) as exchange:
+            if path in BROADCAST and scope["method"] == "POST":
+                await self._broadcast(exchange)
+            elif path in PATHS and scope["method"] == "POST":
+                await self._send(exchange, await self._prompts.request_of(exchange))
+            else:
+                await self._send(exchange, None)
+
+    # ---- the ingress's own routes ----
+
+    @property
+    def _fleet(self) -> ReplicaFleet | None:
+        """The fleet of the handle's router; None before its first request."""
+        return FLEETS.get(self._app_name)
+
+    async def _own(self, scope: Scope) -> Response:
+        path, method = scope["path"], scope["method"]
+        fleet = self._fleet
+        if path in ("/health", "/ping"):
+            # Serve starts the ingress once replicas are ready, and the router learns of them with the first request.
+            count = len(fleet.names) if fleet is not None else None
+            status = "no replica takes requests" if count == 0 else "ok"
+            return _json({"status": status, "num_replicas": count}, 503 if count == 0 else 200)
+        check_operator(Request(scope), has_operators=self._has_operators)
+        if path == "/metrics" and method == "GET":
+            text = merge_metrics(await self._ask_all("metrics")) + await self._all_router_metrics()
+            return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        if path == "/router/replicas" and method == "GET":
+            states = {} if fleet is None else await fleet.describe_soon()
+            return _json({"replicas": list(states.values())})
+        raise ApiError(404, f"there is no such route: {method} {path[:200]}", code="not_found")
+
+    async def router_metrics(self) -> tuple[str, bytes]:
+        """Return the name of this replica, and the metrics of its router in Prometheus' text format."""
+        self._states = {} if self._fleet is None else await self._fleet.describe_soon()
+        return self._name, self._metrics.render()
+
+    async def _all_router_metrics(self) -> bytes:
+        """Return the metrics of the routers of all ingresses, since any of them may be asked for them."""
+        found = [await self.router_metrics()]
+        with suppress(UpstreamLost):
+            answers = await self._ask_all("router_metrics", timeout_s=ASK_S, handle=self._ingresses)
+            found += [each for each in answers if not isinstance(each, BaseException) and each[0] != self._name]
+        return merge_metrics(found, INGRESS)
+
+    # ---- requests that are passed on ----
+
+    async def _send(self, exchange: Exchange, request: RouteRequest | None) -> None:
+        """Have a replica answer a request; before the first byte, another one where that fails."""
+        tried: list[str] = []
+        started_s = time.monotonic()
+        for _ in range(MAX_ATTEMPTS):
+            # Requests of pages go to the same replica: the parts of a page belong together.
+            ticket = Ticket(request, tuple(tried), is_pinned=request is None and exchange.method == "GET")
+            end = "left"
+            try:
+                end = await self._attempt(exchange, ticket)
+            finally:
+                ticket.end()
+                self._count(ticket, end, started_s, is_first=not tried)
+            if end not in ("lost", "busy"):
+                return
+            if ticket.replica is None:
+                break
+            tried.append(ticket.replica)
+            names = self._fleet.names if self._fleet is not None else []
+            if end == "busy" and not set(names) - set(tried):
+                break
+            self._metrics.retries.inc()
+        await exchange.give_up(bool(tried))
+
+    async def _attempt(self, exchange: Exchange, ticket: Ticket) -> str:
+        """Return how an attempt ended, see `Exchange.attempt`."""
+        upstream = HandleCall(self._streams, ticket)
+        return await exchange.attempt(upstream, lambda: ticket.replica or "", ticket.begin_stream, lambda _: None)
+
+    def _count(self, ticket: Ticket, end: str, started_s: float, *, is_first: bool) -> None:
+        self._metrics.requests.labels(ticket.replica or "none", end).inc()
+        if is_first and ticket.request is not None and ticket.routed_s:
+            self._metrics.choose_s.observe(max(0.0, ticket.routed_s - started_s))
+            self._metrics.prompt_tokens.inc(len(ticket.request.token_ids))
+            self._metrics.hit_tokens.inc(ticket.num_hit)
+
+    async def _broadcast(self, exchange: Exchange) -> None:
+        """Send a request to every replica; answer with a failure where there is one."""
+        requester = _Broadcast(self._ask_all)
+        try:
+            answer = await exchange.send_to(requester)
+        except UpstreamLost as error:
+            raise unavailable(f"a replica was lost, others have done it: {error}", "replica_lost") from error
+        await exchange.relay(answer, requester.replica)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Answer ASGI's lifespan. At the start, the handle learns of the replicas, and its router of their caches."""
+        while True:
+            kind = (await receive())["type"]
+            if kind == "lifespan.startup":
+                with suppress(UpstreamLost):  # the engine may start later
+                    await self._ask_all("check_health", timeout_s=START_S)
+            await send({"type": f"{kind}.complete"})
+            if kind == "lifespan.shutdown":
+                return
+
+    async def _ask_for_tokens(self, body: bytes) -> bytes | None:
+        """Return a replica's answer to `POST /prompt_tokens`, None where there is none in time."""
+        ticket = Ticket()
+        headers = (*self._headers, (b"content-type", b"application/json"))
+        try:
+            async with asyncio.timeout(ASK_S):
+                answer = await HandleCall(self._streams, ticket).request("POST", b"/prompt_tokens", headers, body)
+                try:
+                    parts = [part async for part in answer.parts()]
+                finally:
+                    answer.close()
+        except (UpstreamLost, TimeoutError):
+            return None
+        finally:
+            ticket.end()
+        return b"".join(parts) if answer.status == 200 else None
+
+    async def _ask_all(self, method: str, *args: Any, timeout_s: float = BROADCAST_S, handle: Any = None) -> list[Any]:
+        """Return what a method of every replica returns; an exception for one that fails.
+
+        Args:
+            method: name of the method.
+            args: its arguments.
+            timeout_s: time for all answers.
+            handle: handle of the deployment; None for the engine's.
+
+        Raises:
+            UpstreamLost: there is no replica.
+        """
+        try:
+            response = (handle or self._engine).broadcast(method, *args)
+            async with asyncio.timeout(timeout_s):
+                return list(await response.results_async(return_exceptions=True))
+        except Exception as error:
+            raise UpstreamLost(lost_by(error)) from error
+
+
+class _Broadcast:
+    """Takes one request to every replica.
+
+    Args:
+        ask_all: function that returns what a method of every replica returns.
+
+    Attributes:
+        replica: replica whose answer is the answer.
+    """
+
+    def __init__(self, ask_all: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._ask_all = ask_all
+        self.replica = ""
+
+    async def request(self, method: str, target: bytes, headers: Any, body: bytes) -> _Received:
+        """Return the first answer, or that of a replica that failed.
+
+        Raises:
+            UpstreamLost: a replica was lost.
+        """
+        found = await self._ask_all("answer_whole", RoutedCall(method, target, tuple(headers), body))
+        lost = [each for each in found if isinstance(each, BaseException)]
+        if lost or not found:
+            raise UpstreamLost(lost_by(lost[0]) if lost else "there is no replica")
+        answers: list[WholeAnswer] = found
+        chosen = next((each for each in answers if each.head.status >= 400), answers[0])
+        self.replica = chosen.head.replica
+        return _Received(chosen)
+
+
+class _Received:
+    """An answer that has arrived.
+
+    Args:
+        answer: the answer.
+    """
+
+    def __init__(self, answer: WholeAnswer) -> None:
+        head: AnswerHead = answer.head
+        self.status, self.headers = head.status, list(head.headers)
+        self._body = answer.body
+
+    def header(self, name: bytes) -> bytes:
+        """Return the value of a header, empty where it is not there."""
+        return next((value for each, value in self.headers if each == name), b"")
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the body."""
+        yield self._body
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _without_request_id(app: ASGIApp) -> ASGIApp:
+    """Return an application without the header `x-request-id` in its answers: Serve's proxy adds it by itself."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_rest(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [each for each in message["headers"] if each[0].lower() != b"x-request-id"]
+            await send(message)
+
+        await app(scope, receive, send_rest)
+
+    return call
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(body).encode(), status_code=status, media_type="application/json")

@@ -1,0 +1,205 @@
+"""The time of a step by phase: a stopwatch that is in one phase at a time, and timers around the engine's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.execution.runners.executor import Executor
+from quire.measurement.simulation.replicas.step_time import StepItem
+from quire.models.modules.decoder import Decoder
+from quire.ops.interface.ops import AttentionBatch, Linear, Ops, PagedKV, PagedStates, StateBatch
+from quire.scheduling.plan import StepPlan
+from quire.scheduling.scheduler import Scheduler
+
+PLANNING, BATCH, LAYERS, LINEAR, ATTENTION, RECURRENCE, HEAD, SAMPLING, ADVANCING, OUTPUT = (
+    "planning",
+    "building_batch",
+    "layers",
+    "linear_layers",
+    "attention",
+    "recurrence",
+    "head",
+    "sampling",
+    "advancing",
+    "text_and_outputs",
+)
+PHASES = (PLANNING, BATCH, LINEAR, ATTENTION, RECURRENCE, LAYERS, HEAD, SAMPLING, ADVANCING, OUTPUT)
+
+
+def in_order(config: EngineConfig) -> EngineConfig:
+    """Return a configuration whose steps are run one after the other, so that each has a time of its own.
+
+    Raises:
+        ConfigError: asynchronous scheduling is asked for.
+    """
+    if config.scheduler.async_scheduling:
+        raise ConfigError(
+            "async_scheduling must be None or False where steps are timed, got True: their times would overlap",
+            field="async_scheduling",
+        )
+    return replace(config, scheduler=replace(config.scheduler, async_scheduling=False))
+
+
+class Stopwatch:
+    """Sums of the time in each phase; an inner phase pauses the outer one, so that the phases sum to the whole.
+
+    Args:
+        clock: function that returns the time in seconds.
+
+    Attributes:
+        seconds: phase -> seconds so far.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._phase: str | None = None
+        self._since = 0.0
+
+    def timed(self, phase: str, call: Callable[..., Any], then: str | None = None) -> Callable[..., Any]:
+        """Return a wrapper of `call` whose time counts for a phase.
+
+        Args:
+            phase: phase of the call; calls within the head count for the head.
+            call: function to time.
+            then: phase after the call; None for the phase before it.
+        """
+
+        def run(*args: Any, **options: Any) -> Any:
+            before = self._phase
+            if before == HEAD:
+                return call(*args, **options)
+            self._switch_to(phase)
+            try:
+                return call(*args, **options)
+            finally:
+                self._switch_to(then or before)
+
+        return run
+
+    def _switch_to(self, phase: str | None) -> None:
+        now = self._clock()
+        if self._phase is not None:
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+
+
+class Timed:
+    """A proxy of an object with some methods replaced.
+
+    Args:
+        inner: object to which all else is delegated; attributes are set there.
+        call: replacement of `__call__`; None where the object is not callable.
+        methods: replacements of methods, by name.
+    """
+
+    def __init__(self, inner: Any, call: Callable[..., Any] | None = None, **methods: Callable[..., Any]) -> None:
+        vars(self).update(methods, _inner=inner, _call=call)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        assert self._call is not None
+        return self._call(*args, **options)
+
+
+class Observer:
+    """Timers around the parts of an engine, put in place as the parts are built, and a record of its steps' items.
+
+    Args:
+        watch: stopwatch that the timers switch.
+        is_close: True to time the parts of the layers as well.
+
+    Attributes:
+        plain_ops, plain_decoder: kernels and model without timers.
+        steps: items of each step since the last `reset`.
+    """
+
+    plain_ops: Ops
+    plain_decoder: Decoder
+
+    def __init__(self, watch: Stopwatch, *, is_close: bool) -> None:
+        self.watch = watch
+        self._is_close = is_close
+        self.steps: list[list[StepItem]] = []
+
+    def reset(self) -> None:
+        """Clear the times and the items recorded so far."""
+        self.watch.seconds.clear()
+        self.steps.clear()
+
+    def ops(self, ops: Ops) -> Ops:
+        """Return the kernels, with timers where the parts of layers are timed."""
+        self.plain_ops = ops
+        if not self._is_close:
+            return ops
+        timed = self.watch.timed
+
+        def pack_linear(*weights: Any, **more: Any) -> Linear:
+            linear = ops.pack_linear(*weights, **more)
+            return Timed(linear, timed(LINEAR, linear))
+
+        def step_attention(batch: AttentionBatch, kv: PagedKV) -> Any:
+            return all_timed(timed, ATTENTION, ops.step_attention(batch, kv), "prepare", "prepare_queries", "attend")
+
+        def step_states(batch: StateBatch, states: PagedStates) -> Any:
+            return all_timed(
+                timed, RECURRENCE, ops.step_states(batch, states), "short_conv", "gated_delta_net", "mamba2"
+            )
+
+        made: Any = Timed(
+            ops,
+            pack_linear=pack_linear,
+            step_attention=timed(ATTENTION, step_attention),
+            step_states=timed(RECURRENCE, step_states),
+            fuse_layers=lambda _: None,  # a step that is one call has no parts to time
+            fuse_experts=lambda _: None,
+        )
+        return made  # type: ignore[no-any-return]
+
+    def decoder(self, decoder: Decoder) -> Decoder:
+        """Return the model with timers; a step builds the batch before the call of the model, and samples after it."""
+        self.plain_decoder = decoder
+        made: Any = Timed(
+            decoder, self.watch.timed(LAYERS, decoder, then=SAMPLING), logits=self.watch.timed(HEAD, decoder.logits)
+        )
+        return made  # type: ignore[no-any-return]
+
+    def scheduler(self, scheduler: Scheduler) -> Scheduler:
+        """Return the scheduler with timers."""
+        timed = self.watch.timed
+        made: Any = Timed(
+            scheduler,
+            plan=timed(PLANNING, scheduler.plan),
+            update_from_results=timed(ADVANCING, scheduler.update_from_results),
+        )
+        return made  # type: ignore[no-any-return]
+
+    def executor(self, executor: Executor) -> Executor:
+        """Return the executor with a timer, which records the items of each step."""
+        execute = self.watch.timed(BATCH, executor.execute)
+
+        def record_and_execute(plan: StepPlan) -> Any:
+            self.steps.append(
+                [
+                    StepItem(item.start, len(item.token_ids), item.num_draft + 1 if item.num_samples else 0)
+                    for item in plan.items
+                ]
+            )
+            return execute(plan)
+
+        made: Any = Timed(executor, execute=record_and_execute)
+        return made  # type: ignore[no-any-return]
+
+
+def all_timed(timed: Callable[..., Any], phase: str, part: Any, *names: str) -> Any:
+    """Return a part whose methods of these names count for a phase, by `Stopwatch.timed`."""
+    return Timed(part, **{name: timed(phase, getattr(part, name)) for name in names})

@@ -1,0 +1,1 @@
+"""A simulated replica: its engine's step, costs and requests."""

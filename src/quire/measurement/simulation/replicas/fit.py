@@ -1,0 +1,164 @@
+"""Fits the seconds of a step to measured steps: least squares of relative errors, with coefficients of at least 0."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.errors import ConfigError
+from quire.measurement.simulation.replicas.step_time import (
+    FEATURES,
+    FittedStepTime,
+    StepItem,
+    features_of,
+    rows_in_ranges,
+)
+
+MIN_STEPS = 30
+# Rounds in which steps whose error is large, since something else ran, lose weight; and what counts as large.
+NUM_ROUNDS = 8
+LARGE_ERROR = 2.5
+
+
+class MeasuredStep(NamedTuple):
+    """The parts of a step, and its seconds."""
+
+    parts: Sequence[StepItem]
+    seconds: float
+
+
+class FitQuality(NamedTuple):
+    """The errors of a fit, relative to the measured seconds of each step.
+
+    Args:
+        num_steps: number of steps.
+        median_error, p90_error: percentiles of the absolute relative errors.
+        total_error: relative error of the sum of all steps; above 0 where the fit is too slow.
+        r_squared: share of the variance of the seconds that the fit explains.
+    """
+
+    num_steps: int
+    median_error: float
+    p90_error: float
+    total_error: float
+    r_squared: float
+
+
+def fit_step_time(steps: Sequence[MeasuredStep]) -> tuple[FittedStepTime, FitQuality]:
+    """Return the model that fits some steps best, and how well it does.
+
+    Raises:
+        ConfigError: there are fewer than `MIN_STEPS` steps, or one took no time.
+    """
+    if len(steps) < MIN_STEPS:
+        raise ConfigError(f"a fit needs at least {MIN_STEPS} steps, got {len(steps)}", field="step_times")
+    wrong = next((step.seconds for step in steps if not step.seconds > 0), None)
+    if wrong is not None:
+        raise ConfigError(f"seconds of a step must be above 0, got {wrong}", field="step_times")
+    rows = []
+    for parts, seconds in steps:
+        num_rows, *others = features_of(parts)
+        rows.append([value / seconds for value in (1, *rows_in_ranges(num_rows), *others)])
+    weights = [1.0] * len(rows)
+    coefficients: list[float] = []
+    for _ in range(NUM_ROUNDS):
+        coefficients = solve_non_negative(rows, [1.0] * len(rows), weights)
+        errors = [abs(sum(map(float.__mul__, coefficients, map(float, row))) - 1) for row in rows]
+        limit = LARGE_ERROR * max(statistics.median(errors), 1e-9)
+        weights = [min(1.0, limit / error) if error else 1.0 for error in errors]
+    model = FittedStepTime(dict(zip(FEATURES, coefficients, strict=True)))
+    return model, quality_of(model, steps)
+
+
+def quality_of(model: FittedStepTime, steps: Sequence[MeasuredStep]) -> FitQuality:
+    """Return the errors of a model on some steps."""
+    fitted = [model.of_step(step.parts) for step in steps]
+    measured = [step.seconds for step in steps]
+    errors = sorted(abs(mine / theirs - 1) for mine, theirs in zip(fitted, measured, strict=True))
+    mean = statistics.fmean(measured)
+    residue = sum((mine - theirs) ** 2 for mine, theirs in zip(fitted, measured, strict=True))
+    spread = sum((theirs - mean) ** 2 for theirs in measured)
+    return FitQuality(
+        num_steps=len(steps),
+        median_error=errors[len(errors) // 2],
+        p90_error=errors[len(errors) * 9 // 10],
+        total_error=sum(fitted) / sum(measured) - 1,
+        r_squared=1 - residue / spread if spread else 0.0,
+    )
+
+
+def solve_non_negative(
+    rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float]
+) -> list[float]:
+    """Return the coefficients of at least 0 with the least weighted sum of squared errors.
+
+    Source: Lawson and Hanson, Solving Least Squares Problems, chapter 23, on the normal equations.
+
+    Args:
+        rows: values of the features, one row for each target; float or int.
+        targets: values to reach.
+        weights: weight of each squared error.
+    """
+    count = len(rows[0])
+    # Columns of length 1, so that counters of tokens and constants are alike.
+    lengths = [
+        sum(weight * row[idx] ** 2 for row, weight in zip(rows, weights, strict=True)) ** 0.5 or 1.0
+        for idx in range(count)
+    ]
+    scaled = [[value / length for value, length in zip(row, lengths, strict=True)] for row in rows]
+    gram = [[0.0] * count for _ in range(count)]
+    wanted = [0.0] * count
+    for row, target, weight in zip(scaled, targets, weights, strict=True):
+        for idx, value in enumerate(row):
+            if value:
+                wanted[idx] += weight * value * target
+                for other in range(count):
+                    gram[idx][other] += weight * value * row[other]
+    free: list[int] = []
+    found = [0.0] * count
+    while len(free) < count:
+        slopes = [wanted[idx] - sum(map(float.__mul__, gram[idx], found)) for idx in range(count)]
+        best = max((idx for idx in range(count) if idx not in free), key=slopes.__getitem__)
+        if slopes[best] <= 1e-9:
+            break
+        free.append(best)
+        while True:
+            chosen = _solve([[gram[idx][other] for other in free] for idx in free], [wanted[idx] for idx in free])
+            if chosen is None:
+                # The last feature is a sum of others, which have said all that it would.
+                found[free.pop()] = 0.0
+                return [value / length for value, length in zip(found, lengths, strict=True)]
+            if min(chosen) > 0:
+                break
+            steps = [found[idx] / (found[idx] - value) for idx, value in zip(free, chosen, strict=True) if value <= 0]
+            step = min(steps)
+            for idx, value in zip(free, chosen, strict=True):
+                found[idx] += step * (value - found[idx])
+            free = [idx for idx in free if found[idx] > 1e-12]
+            found = [value if idx in free else 0.0 for idx, value in enumerate(found)]
+            if not free:
+                return [0.0] * count
+        for idx, value in zip(free, chosen, strict=True):
+            found[idx] = value
+    return [value / length for value, length in zip(found, lengths, strict=True)]
+
+
+def _solve(matrix: list[list[float]], wanted: list[float]) -> list[float] | None:
+    """Return the solution of linear equations by elimination; None where they have no single one."""
+    count = len(wanted)
+    rows = [[*row, value] for row, value in zip(matrix, wanted, strict=True)]
+    for idx in range(count):
+        pivot = max(range(idx, count), key=lambda other: abs(rows[other][idx]))
+        if abs(rows[pivot][idx]) < 1e-11:
+            return None
+        rows[idx], rows[pivot] = rows[pivot], rows[idx]
+        for other in range(idx + 1, count):
+            factor = rows[other][idx] / rows[idx][idx]
+            if factor:
+                rows[other] = [mine - factor * theirs for mine, theirs in zip(rows[other], rows[idx], strict=True)]
+    found = [0.0] * count
+    for idx in reversed(range(count)):
+        rest = sum(rows[idx][other] * found[other] for other in range(idx + 1, count))
+        found[idx] = (rows[idx][count] - rest) / rows[idx][idx]
+    return found

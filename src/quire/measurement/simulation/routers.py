@@ -1,0 +1,16 @@
+"""All routers of simulated fleets, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from quire.measurement.simulation.event_routing import KVEventRouter
+from quire.measurement.simulation.routing import LeastLoaded, PrefixAware, RoundRobin, SimulatedRouter
+
+# By name: a function that makes one with nothing in it.
+ROUTERS: Mapping[str, Callable[[], SimulatedRouter]] = {
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "prefix_aware": PrefixAware,
+    "kv_events": KVEventRouter,
+}

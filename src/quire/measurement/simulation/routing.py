@@ -1,0 +1,180 @@
+"""The choice of a replica for each request of a simulation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Protocol
+
+from quire.measurement.simulation.replicas.tokens import TokenSpan
+from quire.measurement.simulation.request import SimulatedRequest
+from quire.memory.manager import KVCacheManager
+
+
+class ReplicaLoads:
+    """The number of unfinished requests of each replica, and the replica that has the fewest.
+
+    Args:
+        num_replicas: number of replicas.
+    """
+
+    __slots__ = ("_heaps", "_listed", "_lowest", "counts")
+
+    def __init__(self, num_replicas: int) -> None:
+        self.counts = [0] * num_replicas
+        # Number of requests -> heap of the replicas that have so many, and of some that had: those stay until they come
+        # up, each at most once, as `_listed` says.
+        self._heaps: list[list[int]] = [list(range(num_replicas))]
+        self._listed = [set(range(num_replicas))]
+        # No replica has fewer.
+        self._lowest = 0
+
+    def set(self, idx: int, count: int) -> None:
+        """Set the number of unfinished requests of a replica."""
+        if self.counts[idx] == count:
+            return
+        self.counts[idx] = count
+        while len(self._heaps) <= count:
+            self._heaps.append([])
+            self._listed.append(set())
+        if idx not in self._listed[count]:
+            self._listed[count].add(idx)
+            heappush(self._heaps[count], idx)
+        self._lowest = min(self._lowest, count)
+
+    def least(self) -> int:
+        """Return the replica with the fewest unfinished requests; of equals, the first."""
+        counts = self.counts
+        while True:
+            count = self._lowest
+            heap, listed = self._heaps[count], self._listed[count]
+            while heap:
+                idx = heap[0]
+                if counts[idx] == count:
+                    return idx
+                listed.remove(heappop(heap))
+            self._lowest += 1
+
+
+class RouterView(Protocol):
+    """The state of the fleet at the arrival of a request, as far as a router may ask for it."""
+
+    @property
+    def loads(self) -> ReplicaLoads:
+        """Numbers of unfinished requests."""
+
+    def hit_tokens(self, idx: int) -> int:
+        """Return the tokens of the prompt that a replica would reuse; its real memory answers, which costs time."""
+
+    def token_ids(self) -> list[int]:
+        """Return the token ids of the prompt."""
+
+
+class SimulatedRouter(ABC):
+    """Chooses a replica for a request; the base of all routers, of which most need `choose` only.
+
+    Attributes:
+        follows_events: whether the router takes the KV events of each step's results.
+    """
+
+    follows_events = False
+
+    @abstractmethod
+    def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:
+        """Return the index of a replica.
+
+        Args:
+            request: request that has arrived.
+            view: state of the fleet.
+            now_s: present moment.
+        """
+
+    def on_replica(self, idx: int, memory: KVCacheManager) -> None:  # noqa: B027
+        """Take notice of the memory of a replica that has just been made, before its first request."""
+
+    def on_step_results(self, idx: int, now_s: float) -> None:  # noqa: B027
+        """Take notice of the results of a step, before the next one is planned."""
+
+    def on_first_token(self, request: SimulatedRequest, idx: int, now_s: float) -> None:  # noqa: B027
+        """Take notice of the first token of a request."""
+
+    def on_end(self, request: SimulatedRequest, idx: int, now_s: float) -> None:  # noqa: B027
+        """Take notice of the end of a request, or of its rejection."""
+
+
+class RoundRobin(SimulatedRouter):
+    """Gives requests to the replicas in turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:  # noqa: ARG002
+        """Return the next replica."""
+        idx = self._next
+        self._next = (idx + 1) % len(view.loads.counts)
+        return idx
+
+
+class LeastLoaded(SimulatedRouter):
+    """Gives a request to the replica with the fewest unfinished requests."""
+
+    def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:  # noqa: ARG002
+        """Return the replica with the fewest unfinished requests."""
+        return view.loads.least()
+
+
+class PrefixAware(SimulatedRouter):
+    """Weighs the tokens that a replica would reuse against the requests that it has not finished.
+
+    Not all replicas are asked: those that lately got prompts with the same beginning, and the least loaded one.
+
+    Args:
+        tokens_per_request: number of prompt tokens that take as long as waiting for one unfinished request.
+        max_candidates: number of replicas that are asked, besides the least loaded one.
+        max_beginnings: number of beginnings of prompts that are remembered.
+    """
+
+    def __init__(
+        self, tokens_per_request: float = 128.0, max_candidates: int = 4, max_beginnings: int = 1 << 20
+    ) -> None:
+        self._tokens_per_request = tokens_per_request
+        self._max_candidates = max_candidates
+        self._max_beginnings = max_beginnings
+        # Span at the end of a prompt's beginning -> replicas that got such a prompt, the latest last.
+        self._known: OrderedDict[TokenSpan, dict[int, None]] = OrderedDict()
+
+    def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:  # noqa: ARG002
+        """Return the replica with the fewest tokens to compute, waiting included."""
+        best, best_cost = -1, 0.0
+        for idx in self._candidates(request.prompt, view.loads.least()):
+            cost = view.loads.counts[idx] * self._tokens_per_request - view.hit_tokens(idx)
+            if best < 0 or cost < best_cost:
+                best, best_cost = idx, cost
+        self._remember((*request.prompt, request.output), best)
+        return best
+
+    def _candidates(self, prompt: Sequence[TokenSpan], least: int) -> list[int]:
+        """Return the least loaded replica, and those that got the longest beginnings of a prompt, the latest first."""
+        found = {least: None}
+        for span in reversed(prompt):
+            known = self._known.get(span)
+            if known is not None:
+                self._known.move_to_end(span)
+                for idx in islice(reversed(known), self._max_candidates):
+                    found[idx] = None
+            if len(found) > self._max_candidates:
+                break
+        return list(found)[: self._max_candidates + 1]
+
+    def _remember(self, spans: Sequence[TokenSpan], idx: int) -> None:
+        for span in spans:
+            known = self._known.setdefault(span, {})
+            known.pop(idx, None)
+            known[idx] = None
+            if len(known) > self._max_candidates:
+                del known[next(iter(known))]
+        while len(self._known) > self._max_beginnings:
+            self._known.popitem(last=False)

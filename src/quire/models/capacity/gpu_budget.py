@@ -1,0 +1,62 @@
+"""The memory of a GPU beside weights and KV cache: of steps, as an engine there measures it, and of captured steps."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire.config import EngineConfig, StepCost, capture_sizes, step_tokens
+from quire.models.capacity.report import GPUPlan
+from quire.models.capacity.step_memory import StepSizes, captured_bytes, step_bytes
+from quire.models.specs.spec import ModelSpec
+
+
+def plan_gpu(
+    config: EngineConfig, specs: Sequence[ModelSpec], max_model_len: int, element_bytes: int, memory_bytes: int
+) -> GPUPlan:
+    """Return how the memory of a GPU is divided, as far as weights and KV cache are not concerned.
+
+    Args:
+        config: engine options.
+        specs: the model, and a draft model or head; of ranks, one's part of each.
+        max_model_len: maximum number of tokens of a sequence.
+        element_bytes: bytes of an element of the weights' dtype.
+        memory_bytes: memory of the GPU.
+    """
+    scheduler = config.scheduler
+    sizes = StepSizes(
+        step_tokens(scheduler, "cuda"),
+        scheduler.max_num_seqs,
+        max_model_len,
+        config.speculative.num_tokens,
+        element_bytes,
+        config.model.quantization is not None,
+        config.parallel.tensor_parallel_size,
+    )
+    return GPUPlan(
+        memory_bytes=memory_bytes,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        step_bytes=max(step_bytes(spec, sizes) for spec in specs),
+        graph_bytes=_graph_bytes(config, specs, sizes),
+    )
+
+
+def step_cost(gpu: GPUPlan | None) -> StepCost | None:
+    """Return the cost of a step for `pool_blocks`; what grows with cached tokens is too little to count."""
+    return None if gpu is None else StepCost(fixed_bytes=gpu.step_bytes + gpu.graph_bytes)
+
+
+def _graph_bytes(config: EngineConfig, specs: Sequence[ModelSpec], sizes: StepSizes) -> int:
+    """Return the bytes of captured steps: of the model, and of passes that make drafts, which ranks do not capture."""
+    rows = capture_sizes(replace(config, model=replace(config.model, kernels="triton")), "cuda")
+    if not rows:
+        return 0
+    target, *drafts = specs if config.parallel.tensor_parallel_size == 1 else specs[:1]
+    of_drafts = rows[min(bisect_left(rows, sizes.max_num_seqs), len(rows) - 1)]
+    blocks = -(-sizes.max_model_len // config.cache.block_size)
+    return sum(
+        captured_bytes(spec, sizes, count, count * blocks * len(spec.cache_groups), makes_drafts=spec is not target)
+        for spec, count in ((target, rows[-1]), *((draft, of_drafts) for draft in drafts))
+    )

@@ -1,0 +1,374 @@
+"""The KV memory that an engine would have, from `config.json` and options alone.
+
+One path, with the engine's own functions at each step; only the memory of the machine is stated instead of probed, and
+that of a step on a GPU estimated instead of measured:
+
+```
+config.json  ->  family  ->  ModelSpec  ->  cache specs  ->  ArenaSizing  ->  MemoryPlan
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.config import CACHE_DTYPES, DTYPES, Machine, ParallelConfig, Quantization, context_length, pool_blocks
+from quire.errors import CheckpointError, ConfigError, shown
+from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
+from quire.memory.specs import KVCacheSpec
+from quire.models.capacity.draft_compat import check_draft, mtp_spec
+from quire.models.capacity.gpu_budget import plan_gpu, step_cost
+from quire.models.capacity.pool_sizing import MIN_FITTED_CONTEXT, memory_concurrency, size_pool
+from quire.models.capacity.report import GPUPlan, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
+from quire.models.checkpoints.checkpoint import find_gguf, read_config
+from quire.models.families import build
+from quire.models.families.quantization_config import (
+    check_stored_method,
+    read_quantization_config,
+    without_quantization,
+)
+from quire.models.gguf.reader import GGUFFile
+from quire.models.specs.cache_layout import cache_specs
+from quire.models.specs.parameter_estimate import smaller_forms, weight_bytes
+from quire.models.specs.spec import ModelSpec, StateCacheShape, TokenCacheShape
+
+# The method of checkpoints of which the experts, and nothing else, are stored quantised.
+MXFP4 = "mxfp4"
+# Blocks of a pool in which not even the null blocks fit.
+NO_BLOCKS = -1
+UNCOUNTED = (
+    "The memory of steps on the GPU is estimated. Not counted are the CUDA context, and what the driver keeps of each "
+    "captured step."
+)
+# Sequence lengths of a plan that asks for none: those below `max_model_len`, and `max_model_len` itself.
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model as its `config.json` describes it.
+
+    Args:
+        architecture: name of the architecture.
+        raw: content of `config.json`.
+        spec: the model, as its family reads it; of several GPUs, the layers of one.
+        stored: the same with the tables and the head that are stored there.
+        stored_bytes: number of bytes of the weights in a GGUF file, which memory takes about as many of; None for
+            other checkpoints.
+        method: method by which the weights of another checkpoint are quantised; None where they are not.
+    """
+
+    architecture: str
+    raw: Mapping[str, Any]
+    spec: ModelSpec
+    stored: ModelSpec
+    stored_bytes: int | None
+    method: str | None
+
+    @classmethod
+    def read(cls, name: str, revision: str | None, wanted: str | None = None) -> _Model:
+        """Read a model's configuration as the engine does.
+
+        Args:
+            name, revision: options of the engine.
+            wanted: its option `stored_quantization`.
+
+        Raises:
+            UnsupportedModel: the engine does not run this model.
+            CheckpointError: a field is missing or of the wrong type.
+            ConfigError: the weights are stored in another way than `wanted`.
+        """
+        raw = read_config(name, revision)
+        method = read_quantization_config(raw)
+        spec, _ = build(without_quantization(raw))
+        file = find_gguf(name, revision)
+        check_stored_method(wanted, raw, is_gguf=file is not None)
+        stored_bytes = None
+        if file is not None:
+            stored_bytes = sum(tensor.num_bytes for tensor in GGUFFile.open(file).tensors.values())
+        method_name = None if method is None else method.method
+        return cls(str(raw["architectures"][0]), raw, spec, spec, stored_bytes, method_name)
+
+    def divided(self, parallel: ParallelConfig) -> _Model:
+        """Return the part that one of several GPUs has.
+
+        Raises:
+            ConfigError: the model cannot be divided among so many.
+        """
+        if parallel.tensor_parallel_size == 1:
+            return self
+        from quire.models.capacity.rank_part import rank_spec, stored_spec  # with torch
+
+        spec, num_bytes = rank_spec(self.spec, parallel), self.stored_bytes
+        share = None if num_bytes is None else -(-num_bytes // parallel.tensor_parallel_size)
+        return replace(self, spec=spec, stored=stored_spec(spec, parallel), stored_bytes=share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtypes:
+    """Names of the dtypes of the weights, and of keys and values."""
+
+    weights: str
+    cache: str
+
+
+def plan_memory(request: PlanRequest) -> MemoryPlan:
+    """Size the KV memory of a model from its `config.json`.
+
+    Raises:
+        UnsupportedModel: the engine does not run this model.
+        ConfigError: an option that cannot be honoured, or a configuration that cannot be read; the message says which
+            field, and what is allowed.
+    """
+    options = request.config.model
+    notes: list[str] = []
+    target = _Model.read(options.model, options.revision, options.stored_quantization)
+    draft = _read_draft(request, target)
+    target = target.divided(request.config.parallel)
+    # Each rank has a draft model as a whole, to make drafts.
+    if draft is not None and request.config.speculative.draft_model is None:
+        draft = draft.divided(request.config.parallel)
+    models = (target,) if draft is None else (target, draft)
+    weights_dtype = _weights_dtype(options.dtype, target.raw, notes)
+    cache_dtype = request.config.cache.kv_cache_dtype
+    dtypes = _Dtypes(weights_dtype, weights_dtype if cache_dtype == "auto" else cache_dtype)
+    weights_bytes = _weights_bytes(request, models, weights_dtype)
+    if target.method not in (None, MXFP4) and weights_bytes is not None and request.weights_bytes is None:
+        notes.append(
+            f"The weights are stored quantised ({target.method}) and take less than the estimate, which is of their "
+            "dtype: give weights_bytes."
+        )
+    max_model_len = context_length(options.max_model_len, target.spec.max_position)
+    specs = _specs(request, models, dtypes)
+    gpu = _plan_gpu(request, models, max_model_len, weights_dtype)
+    if gpu is not None:
+        notes.append(UNCOUNTED)
+    sizing = _size_arena(request, specs, max_model_len, weights_bytes, gpu)
+    groups = tuple(_group_plans(request, models, sizing))
+    longest = sizing.longest(max_model_len) if request.has_budget else None
+    lengths = tuple(_length_plan(request, sizing, length) for length in _lengths(request.lengths, max_model_len))
+    max_num_seqs = request.config.scheduler.max_num_seqs
+    if any(each.concurrency == max_num_seqs for each in lengths):
+        notes.append(
+            f"No more than max_num_seqs={max_num_seqs} sequences run at once, whatever the memory has room for."
+        )
+    if options.max_model_len is None and longest is not None and MIN_FITTED_CONTEXT <= longest < max_model_len:
+        notes.append(
+            f"Without max_model_len, the engine serves contexts of {longest:,} tokens in this memory; the model could "
+            f"serve {max_model_len:,}, for which the lines below are."
+        )
+    return MemoryPlan(
+        model=options.model,
+        architecture=target.architecture,
+        draft_model=request.config.speculative.draft_model,
+        draft_architecture=None if draft is None else draft.architecture,
+        dtype=dtypes.weights,
+        kv_cache_dtype=dtypes.cache,
+        block_size=request.config.cache.block_size,
+        max_model_len=max_model_len,
+        groups=groups,
+        bytes_per_token=tokens_bytes(specs) // specs[0].block_size,
+        weights_bytes=weights_bytes,
+        is_weights_estimate=weights_bytes is not None
+        and request.weights_bytes is None
+        and any(each.stored_bytes is None for each in models),
+        gpu=gpu,
+        arena_bytes=sizing.num_bytes if request.has_budget else None,
+        longest=longest,
+        never=None if longest is None else _never(sizing, groups, longest, max_model_len),
+        lengths=lengths,
+        sequence_bytes=sequence_bytes(specs, max_model_len),
+        notes=tuple(notes),
+    )
+
+
+# ---- what the configuration says ----
+
+
+def _read_draft(request: PlanRequest, target: _Model) -> _Model | None:
+    """Read the draft model, or the target's MTP head, if one makes drafts, and check that it can."""
+    name = request.config.speculative.draft_model
+    if request.config.speculative.speculative_method == "mtp":
+        head = mtp_spec(request.config.model.model, target.spec)
+        # A GGUF file's bytes have the head's among them.
+        return replace(target, architecture="MTP head", spec=head, stored=head, stored_bytes=target.stored_bytes and 0)
+    if name is None:
+        return None
+    draft = _Model.read(name, None)
+    check_draft(request.config, target.spec, draft.spec)
+    return draft
+
+
+def _weights_dtype(option: str, raw: Mapping[str, Any], notes: list[str]) -> str:
+    """Return the dtype of the weights, as the engine chooses it as far as that is possible without them."""
+    if option != "auto":
+        return option
+    part = raw.get("text_config")
+    homes = [raw, part] if isinstance(part, Mapping) else [raw]
+    stated = next((home[name] for home in homes for name in ("dtype", "torch_dtype") if home.get(name)), None)
+    if stated is None:
+        notes.append("config.json states no dtype: bfloat16 is assumed; set --dtype where it is another.")
+        return "bfloat16"
+    if stated not in DTYPES[1:]:
+        raise CheckpointError(
+            f"config.json states the dtype {shown(stated)}, and auto keeps it: set dtype to one of "
+            f"{', '.join(DTYPES[1:])}",
+            field="dtype",
+        )
+    return str(stated)
+
+
+def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -> int | None:
+    """Return the bytes of the weights of all models; None where the plan is given no memory to take them off."""
+    if request.memory_bytes is None:
+        return None
+    weights_bytes = request.weights_bytes
+    if weights_bytes is None:
+        form = request.config.model.quantization
+        weights_bytes = sum(
+            _estimate(request, each, dtype, form) if each.stored_bytes is None else each.stored_bytes for each in models
+        )
+    if weights_bytes >= request.memory_bytes:
+        raise ConfigError(
+            f"memory ({request.memory_bytes:,} bytes) does not hold the weights ({weights_bytes:,} bytes): "
+            f"{_smaller_weights(request, models, dtype)}give more, or state with weights_bytes what they really take",
+            field="memory",
+        )
+    return weights_bytes
+
+
+def _estimate(request: PlanRequest, model: _Model, dtype: str, form: Quantization | None) -> int:
+    """Return about how many bytes the weights of a model take; a draft model is loaded in the dtype of its target."""
+    element_bytes, is_mxfp4 = CACHE_DTYPES[dtype].element_bytes, model.method == MXFP4
+    return weight_bytes(model.stored, element_bytes, form, request.device, is_mxfp4=is_mxfp4)
+
+
+def _smaller_weights(request: PlanRequest, models: Sequence[_Model], dtype: str) -> str:
+    """Return a proposal to round the weights, with what each form takes; "" where their size is not an estimate."""
+    given = request.config.model.quantization
+    if request.weights_bytes is not None or any(each.method or each.stored_bytes is not None for each in models):
+        return ""
+    proposals = []
+    for form in smaller_forms(given):
+        num_bytes = sum(_estimate(request, each, dtype, form) for each in models)
+        fits = "fits" if num_bytes < (request.memory_bytes or 0) else "does not fit either"
+        proposals.append(f"--quantization {form} takes about {num_bytes:,} bytes, which {fits}")
+    return "".join(f"{each}; " for each in proposals)
+
+
+# ---- how large everything is ----
+
+
+def _specs(request: PlanRequest, models: Sequence[_Model], dtypes: _Dtypes) -> tuple[KVCacheSpec, ...]:
+    """Return the cache specs of all models, those of the target first."""
+    input_bytes = CACHE_DTYPES[dtypes.weights].element_bytes
+    sizes = request.config.cache.block_size, CACHE_DTYPES[dtypes.cache], input_bytes
+    return tuple(spec for model in models for spec in cache_specs(model.spec, *sizes))
+
+
+def _plan_gpu(request: PlanRequest, models: Sequence[_Model], max_model_len: int, dtype: str) -> GPUPlan | None:
+    """Return the memory of a GPU and of its steps; None on a CPU, and without a memory."""
+    if not request.is_gpu or request.memory_bytes is None:
+        return None
+    specs, element_bytes = [each.spec for each in models], CACHE_DTYPES[dtype].element_bytes
+    return plan_gpu(request.config, specs, max_model_len, element_bytes, request.memory_bytes)
+
+
+def _size_arena(
+    request: PlanRequest,
+    specs: Sequence[KVCacheSpec],
+    max_model_len: int,
+    weights_bytes: int | None,
+    gpu: GPUPlan | None,
+) -> ArenaSizing:
+    """Return the arena that an engine with these options would have; of no bytes without a budget."""
+    if not request.has_budget:
+        return ArenaSizing.of(specs, 0)
+    cache, max_num_seqs = request.config.cache, request.config.scheduler.max_num_seqs
+    if request.memory_bytes is None:
+        available_bytes = cache.kv_cache_memory_bytes or 0
+    else:
+        available_bytes = request.memory_bytes - (weights_bytes or 0)
+    num_blocks, _ = pool_blocks(
+        cache,
+        Machine(
+            device=request.device,
+            available_bytes=available_bytes,
+            num_threads=1,
+            total_bytes=None if gpu is None else gpu.memory_bytes,
+        ),
+        tokens_bytes(specs),
+        max_model_len,
+        max_num_seqs,
+        most_bytes(specs, max_model_len, max_num_seqs, cache.state_snapshot_interval),
+        step_cost(gpu),
+    )
+    # A GPU may have less than nothing left.
+    return size_pool(specs, max(num_blocks, NO_BLOCKS))
+
+
+def _group_plans(request: PlanRequest, models: Sequence[_Model], sizing: ArenaSizing) -> Iterator[GroupPlan]:
+    groups = [(group, model is not models[0]) for model in models for group in model.spec.cache_groups]
+    for (group, is_draft), spec, count in zip(groups, sizing.specs, sizing.num_blocks, strict=True):
+        size = spec.bytes_per_block
+        yield GroupPlan(
+            kind=_kind(group.cache),
+            is_draft=is_draft,
+            num_layers=group.num_layers,
+            bytes_per_token=None if spec.is_recurrent else size // spec.block_size,
+            bytes_per_block=None if spec.is_recurrent else size,
+            bytes_per_sequence=size if spec.is_recurrent else None,
+            num_blocks=count if request.has_budget else None,
+        )
+
+
+def _kind(cache: TokenCacheShape | StateCacheShape) -> str:
+    if isinstance(cache, StateCacheShape):
+        return "recurrent state"
+    if cache.window is not None:
+        return f"window of {cache.window} tokens"
+    return "all tokens" if cache.chunk is None else f"chunks of {cache.chunk} tokens"
+
+
+def _lengths(asked: tuple[int, ...], max_model_len: int) -> Iterator[int]:
+    for length in asked:
+        if not 0 < length <= max_model_len:
+            raise ConfigError(
+                f"lengths must be from 1 to max_model_len ({max_model_len}), got {length}", field="lengths"
+            )
+    yield from asked or (*(length for length in LENGTHS if length < max_model_len), max_model_len)
+
+
+def _length_plan(request: PlanRequest, sizing: ArenaSizing, num_tokens: int) -> LengthPlan:
+    concurrency = None
+    if request.has_budget:
+        fit = memory_concurrency(request.config, sizing, num_tokens, request.device)
+        concurrency = min(fit, request.config.scheduler.max_num_seqs)
+    return LengthPlan(
+        num_tokens=num_tokens,
+        sequence_bytes=sequence_bytes(sizing.specs, num_tokens),
+        concurrency=concurrency,
+    )
+
+
+def _never(sizing: ArenaSizing, groups: Sequence[GroupPlan], longest: int, max_model_len: int) -> str:
+    """Return a sentence that says which prompts never fit, and why."""
+    if longest == max_model_len:
+        return f"Prompts of {max_model_len:,} tokens and more never fit: max_model_len leaves no room for a new token."
+    shortage = sizing.shortage(longest + 1)
+    assert shortage is not None
+    block_of_all = tokens_bytes(sizing.specs)
+    # The engine gives the cache whole blocks of every group.
+    least = -(-sizing.bytes_for(max_model_len) // block_of_all) * block_of_all
+    is_alone = len(groups) == 1
+    largest = groups[shortage.group_idx]
+    whose = " of the draft model or head" if largest.is_draft else ""
+    most = "" if is_alone else f", most of them for {largest.kind!r}{whose}"
+    text = (
+        f"Sequences of more than {longest:,} tokens, prompt and output together, never fit: {longest + 1:,} would need "
+        f"{shortage.needed:,} {'blocks' if is_alone else 'slabs'} of {sizing.layout.slab_bytes:,} bytes{most}; there "
+        f"are {shortage.available:,}. max_model_len={max_model_len} needs kv_cache_memory_bytes of at least {least}"
+    )
+    return text + (f", or lower max_model_len to {longest}." if longest else ".")

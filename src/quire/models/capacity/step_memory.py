@@ -1,0 +1,256 @@
+"""The memory of a step on a GPU, estimated from a `ModelSpec`: what the engine measures there at start.
+
+Counted are the tensors that live at the same time with Triton's kernels, in the steps that the engine runs for its
+measurement: the largest prefill, and decodes of `max_num_seqs` sequences that ask for all that sampling has. Each
+formula names its tensors in the order in which they are made; `tests/capacity/test_step_memory.py` compares it with
+the live tensors of real steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from quire.models.specs.recurrent_spec import GatedDeltaNet, Mamba2, ShortConv
+from quire.models.specs.spec import FFN, Attention, Experts, GatedMLP, LayerSpec, Mixer, MLPBesideExperts, ModelSpec
+
+# Bytes of float32 and int64.
+WIDE: Final = 4
+INDEX: Final = 8
+# Inputs of a rounded row that share a scale, and the bytes of these inputs in float16 and of the scale.
+ROUNDED_GROUP: Final = 32
+ROUNDED_GROUP_BYTES: Final = ROUNDED_GROUP * 2 + WIDE
+# Bytes of the parameters of a row's token: id, position and slot.
+ROW_BYTES: Final = 3 * INDEX
+# Bytes for each logit where `typical_p` is asked for. In float32: the logits, a copy for the sampler that waits, the
+# raw ones for log probabilities, and a copy to filter. Beside them, in float64, while it sorts: surprises, shares,
+# distances and the sorted ones with their indices; while it sums: surprises, shares, indices, shares in their order,
+# sums and differences.
+COPIES: Final = 4 * WIDE
+SORTING: Final = 4 * 8 + INDEX
+SUMMING: Final = 5 * 8 + INDEX
+# Scratch memory of torch's sort on a GPU (`SortStable.cu`): of many rows, indices to begin with, and a second copy of
+# numbers and indices; few rows are sorted as one, by pairs of an index and a row.
+SORT_SCRATCH: Final = 24
+SORT_SCRATCH_OF_FEW: Final = 40
+MANY_ROWS: Final = 128
+# Rows of a chunk of a recurrence.
+CHUNK_ROWS: Final = 64
+
+
+class StepSizes(NamedTuple):
+    """The largest steps.
+
+    Args:
+        max_num_batched_tokens: tokens of a step.
+        max_num_seqs: sequences of a step.
+        max_model_len: tokens of a sequence.
+        num_draft_tokens: drafts of a sequence.
+        element_bytes: bytes of an element of the weights' dtype.
+        is_rounded: weights are rounded, so that products are summed in float32 first.
+        num_ranks: GPUs that share the model.
+        has_sort_scratch: whether sorts have scratch memory, as on a GPU.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    num_draft_tokens: int = 0
+    element_bytes: int = 2
+    is_rounded: bool = False
+    num_ranks: int = 1
+    has_sort_scratch: bool = True
+
+    @property
+    def num_prefill_rows(self) -> int:
+        """Tokens of the largest step of prompts."""
+        return min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Rows of a step of decodes: one for each sequence and each of its drafts."""
+        most = self.max_num_batched_tokens // self.max_num_seqs - 1
+        return self.max_num_seqs * (1 + max(0, min(self.num_draft_tokens, most, self.max_model_len - 2)))
+
+
+def step_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    """Return the most bytes that a step takes besides weights and KV cache, in tensors that live at the same time.
+
+    Args:
+        spec: specification of the model; of ranks, of one's part, but for the vocabulary, which is the whole one.
+        sizes: the largest steps.
+    """
+    prefill = sizes.num_prefill_rows * _layers_bytes(spec, sizes, is_last=False)
+    return max(prefill, sizes.num_decode_rows * max(_layers_bytes(spec, sizes), _sampling_bytes(spec, sizes)))
+
+
+def captured_bytes(
+    spec: ModelSpec, sizes: StepSizes, num_rows: int, num_table_entries: int, *, makes_drafts: bool = False
+) -> int:
+    """Return the bytes of captured decode steps, as far as they are tensors: smaller steps lie in the largest one's.
+
+    What the driver keeps of each step is not known without a GPU.
+
+    Args:
+        spec, sizes: see `step_bytes`.
+        num_rows: rows of the largest captured step.
+        num_table_entries: entries of the block tables of all cache groups.
+        makes_drafts: whether they are passes that make drafts, which keep tokens in place of logits.
+    """
+    outputs, live = spec.width * sizes.element_bytes, _layers_bytes(spec, sizes)
+    if sizes.num_ranks == 1:  # steps of ranks end before the head
+        outputs += INDEX if makes_drafts else spec.vocab_size * WIDE
+        live = max(live, _head_bytes(spec, sizes))
+    return num_rows * (outputs + live) + num_table_entries * INDEX
+
+
+# ---- bytes of a row ----
+
+
+def _sampling_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    num_rows = sizes.num_decode_rows
+    scratch = 0 if not sizes.has_sort_scratch else SORT_SCRATCH if num_rows >= MANY_ROWS else SORT_SCRATCH_OF_FEW
+    # Rows of drafts are not copied for the sampler that waits.
+    copies = COPIES if num_rows == sizes.max_num_seqs else COPIES - WIDE
+    sampling = spec.vocab_size * (copies + max(SORTING + scratch, SUMMING))
+    return spec.width * sizes.element_bytes + max(sampling, _head_bytes(spec, sizes))
+
+
+def _head_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    """Hidden state and the normed one; products, then logits in float32. A rounded head has rows and logits of it."""
+    element = sizes.element_bytes
+    if sizes.is_rounded:
+        product = _product(spec.vocab_size, spec.width, sizes._replace(element_bytes=WIDE))
+        return spec.width * (element + WIDE) + product
+    products = max(_product(spec.vocab_size, spec.width, sizes), spec.vocab_size * (element + WIDE))
+    return 2 * spec.width * element + products
+
+
+def _layers_bytes(spec: ModelSpec, sizes: StepSizes, *, is_last: bool = True) -> int:
+    """Return the bytes of a row at the peak of the layers.
+
+    Args:
+        spec, sizes: see `step_bytes`.
+        is_last: rows go through all layers; else through those up to the mixer of the last one that keeps something.
+    """
+    element = sizes.element_bytes
+    head_dims = {
+        (part.rope, part.head_dim) for layer in spec.layers for part in layer.parts if isinstance(part, Attention)
+    }
+    # Embedding and residual; cosines and sines of each rotation.
+    held = ROW_BYTES + (2 * spec.width + sum(2 * head_dim for _, head_dim in head_dims)) * element
+    if spec.is_mtp:
+        # Hidden states of the target, as they are, normed, and moved by a row; embeddings, and pairs of both.
+        held += 6 * spec.width * element
+    # Inputs of layers, which are added up from others as large.
+    told = 0 if spec.per_layer_inputs is None else len(spec.layers) * spec.per_layer_inputs.width * element
+    held += told
+    end = len(spec.layers) if is_last else spec.last_cached_layer
+    peaks = [held + 4 * told]
+    for idx, layer in enumerate(spec.layers[: end + 1]):
+        peaks += [held + peak for peak in _mixer_peaks(layer, spec.width, sizes)]
+        if idx < end:
+            peaks += [held + peak for peak in _ffn_peaks(layer, spec.width, sizes)]
+    return max(peaks)
+
+
+def _product(num_columns: int, width: int, sizes: StepSizes) -> int:
+    """Return the bytes of a product: with rounded weights, also of rounded rows, their scales, and sums in float32."""
+    if not sizes.is_rounded:
+        return num_columns * sizes.element_bytes
+    return num_columns * (sizes.element_bytes + WIDE) + -(-width // ROUNDED_GROUP) * ROUNDED_GROUP_BYTES
+
+
+def _added(layer: LayerSpec, in_width: int, width: int, scale: float, sizes: StepSizes) -> int:
+    """Return the bytes of the last product of half a layer, and of its norm, until it is in the residual."""
+    element = sizes.element_bytes
+    product = _product(width, in_width, sizes)
+    if sizes.num_ranks > 1:  # parts of two ranks, or slices of all, and their sum in float32
+        product += width * (2 * element + WIDE)
+    if layer.post_norm is not None:
+        return max(product, 3 * width * element)
+    return product if scale == 1.0 else max(product, 2 * width * element)
+
+
+def _mixer_peaks(layer: LayerSpec, width: int, sizes: StepSizes) -> Iterator[int]:
+    element = sizes.element_bytes
+    normed = width * element
+    for part in layer.parts:
+        inner, peaks = _mixer(part, width, sizes)
+        scale = layer.mixer_scale
+        yield normed + max(*peaks, 2 * inner * element + _added(layer, inner, width, scale, sizes))
+
+
+def _mixer(mixer: Mixer, width: int, sizes: StepSizes) -> tuple[int, Sequence[int]]:
+    """Return the number of values that a mixer gives to its last product, and the bytes of its peaks before that."""
+    element = sizes.element_bytes
+    match mixer:
+        case Attention():
+            queries = mixer.num_heads * mixer.head_dim
+            projected = queries + (0 if mixer.source is not None else 2 * mixer.num_kv_heads * mixer.head_dim)
+            product = _product(projected, width, sizes)
+            # Queries, keys and values; prepared queries; what they gather; gates and what these let through.
+            gathered = (4 if mixer.output_gate else 2) * queries * element
+            return queries, (product, (projected + queries) * element, gathered)
+        case ShortConv():
+            # Three projections; their product; what comes of the convolution.
+            product = _product(3 * mixer.num_channels, width, sizes)
+            return mixer.num_channels, (product, 5 * mixer.num_channels * element)
+        case Mamba2():
+            projected = mixer.inner + mixer.num_channels + mixer.num_heads
+            held = (projected + mixer.num_channels) * element
+            # Outputs in float32; decays of chunks, then gates.
+            outputs, decays = mixer.inner * WIDE, 2 * mixer.num_heads * WIDE
+            scaled = 0 if mixer.scales[0] == 1.0 else outputs
+            gated = 2 * outputs if mixer.norm is None else max(2 * scaled, scaled + mixer.inner * element)
+            return mixer.inner, (_product(projected, width, sizes), held + outputs + max(decays, gated))
+        case GatedDeltaNet():
+            projected = mixer.num_channels + mixer.inner + 2 * mixer.num_value_heads
+            keys = mixer.num_key_heads * mixer.key_dim
+            held = (projected + mixer.num_channels) * element + 2 * keys * WIDE
+            # Queries that are scaled, and outputs, in float32; what chunks keep, then normed outputs and gates.
+            outputs = (keys + mixer.inner) * WIDE
+            of_chunks = mixer.num_key_heads * 4 * mixer.key_dim * 2
+            of_chunks += mixer.num_value_heads * (4 * CHUNK_ROWS * 2 + 3 * WIDE)
+            product = _product(projected, width, sizes)
+            return mixer.inner, (product, held + outputs + of_chunks, held + mixer.inner * WIDE * 4)
+
+
+def _ffn_peaks(layer: LayerSpec, width: int, sizes: StepSizes) -> Iterator[int]:
+    # The mixer's normed rows are still there.
+    normed = 2 * width * sizes.element_bytes
+    for peak in _ffn(layer.ffn, layer, width, sizes):
+        yield normed + peak
+
+
+def _ffn(ffn: FFN, layer: LayerSpec, width: int, sizes: StepSizes) -> Iterator[int]:
+    element = sizes.element_bytes
+    match ffn:
+        case GatedMLP():
+            yield from _gated(ffn.width, width, sizes)
+            yield ffn.width * element + _added(layer, ffn.width, width, layer.ffn_scale, sizes)
+        case Experts():
+            yield from _experts(ffn, width, sizes)
+        case MLPBesideExperts():
+            # The output of the MLP is there while experts run, which see normed rows of their own.
+            yield from _gated(ffn.mlp.width, width, sizes)
+            yield from (2 * width * element + peak for peak in _experts(ffn.experts, width, sizes))
+
+
+def _gated(ffn_width: int, width: int, sizes: StepSizes) -> Iterator[int]:
+    """Yield the bytes of gates and ups as a product, and of them beside what the gates let through."""
+    yield _product(2 * ffn_width, width, sizes)
+    yield 3 * ffn_width * sizes.element_bytes
+
+
+def _experts(experts: Experts, width: int, sizes: StepSizes) -> Iterator[int]:
+    element, num_chosen = sizes.element_bytes, experts.num_chosen
+    sums = width * WIDE
+    if experts.shared_width:
+        yield from (sums + peak for peak in _gated(experts.shared_width, width, sizes))
+    # Chosen experts, their scores, and the rows in the order of experts.
+    held = sums + num_chosen * (4 * INDEX + 3 * WIDE)
+    inner = experts.width * element
+    # Each chosen expert: gates and ups, what they let through, and what comes of it in float32.
+    yield held + num_chosen * 3 * inner
+    yield held + num_chosen * (inner + width * WIDE) + sums

@@ -1,0 +1,1 @@
+"""Checkpoints: configuration and tensors of a folder or a GGUF file."""

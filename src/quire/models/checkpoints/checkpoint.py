@@ -1,0 +1,341 @@
+"""A checkpoint: the folder of configuration and safetensors files that a model is read from.
+
+Nothing in it is executed: weights come from safetensors files only, never from pickles, and no code that a
+checkpoint brings along is ever imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from quire.errors import CheckpointError, shown
+from quire.models.families.base_models import with_head
+from quire.models.families.expert_layout import (
+    BLOCK_EXPERTS,
+    LINEAR_EXPERTS,
+    has_block_experts,
+    has_linear_experts,
+)
+from quire.models.tensors.stored_tensor import StoredTensor
+from quire.platform.bounded.files import read_json
+
+BUNDLED = "bundled"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt")
+# Copies of the same weights in another layout, and files for other engines in sub-folders; not "1_Pooling".
+HUB_IGNORED = ("consolidated*", "[!1]*/*")
+# More than the configuration of any model takes, and than the index.
+MAX_CONFIG_BYTES = 4 << 20
+MAX_INDEX_BYTES = 64 << 20
+MAX_TOKEN_ID = 2**31 - 1
+GGUF_SUFFIX = ".gguf"
+# Errors of the hub's client in the user's words; their own texts are long.
+HUB_ERRORS = {
+    "LocalEntryNotFoundError": "the hub cannot be reached, and the local cache has no copy",
+    "RepositoryNotFoundError": "the hub has no such model, or it needs HF_TOKEN",
+    "GatedRepoError": "the model's owner must grant access, and HF_TOKEN must be set",
+    "RevisionNotFoundError": "the model has no such revision",
+}
+_OWNER_ADVICE = "names on the hub have an owner (OWNER/NAME), and folders may begin with ./"
+_QUANTIZATION = re.compile(r"[A-Za-z0-9_.-]{2,32}")
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's files, read as far as their headers.
+
+    Args:
+        folder: where the files lie; a tokenizer is looked for here as well.
+        config: `config.json`.
+        generation_config: `generation_config.json`, empty when there is none.
+        tensors: every stored tensor by name.
+        gguf_fields: metadata of the GGUF file that the model is read from; None for a folder.
+        divided: names of the parts of tensors that a GGUF file divides.
+        gguf_path: the GGUF file, of a split one the given part; None for a folder.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    gguf_fields: Mapping[str, Any] | None = None
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gguf_path: Path | None = None
+
+    @classmethod
+    def open(cls, model: str, revision: str | None = None) -> Checkpoint:
+        """Find a model and read its configuration and the headers of its weights.
+
+        Args:
+            model: a local folder, a GGUF file (of several parts, any), "bundled", or a Hugging Face hub id, of
+                which ":" and a quantisation ("Q4_K_M") choose a GGUF file.
+            revision: a branch, tag or commit of a hub id.
+
+        Raises:
+            CheckpointError: nothing there, or a file that is missing, damaged or of a kind that is refused; the
+                message names the file.
+        """
+        file = find_gguf(model, revision)
+        if file is not None:  # planning of other models needs no torch
+            from quire.models.gguf.opening import open_gguf
+
+            found = open_gguf(file)
+            return cls(file.parent, found.config, {}, found.tensors, found.fields, found.divided, file)
+        folder = locate(model, revision)
+        config, tensors = read_object(folder / "config.json"), _read_headers(folder)
+        if has_linear_experts(tensors):
+            config |= {LINEAR_EXPERTS: True}
+        if has_block_experts(tensors):
+            config |= {BLOCK_EXPERTS: True}
+        generation = folder / "generation_config.json"
+        causal_config, causal_tensors = with_head(config, tensors)
+        return cls(
+            folder=folder,
+            config=causal_config,
+            generation_config=read_object(generation) if generation.is_file() else {},
+            tensors=causal_tensors,
+        )
+
+    def sources_of(self, names: Sequence[str]) -> list[str]:
+        """Return the names of the stored tensors that make up tensors of the family."""
+        return [part for name in names for part in self.divided.get(name, (name,))]
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a generation: those of the generation config, else of the model's config."""
+        for origin, source in (("generation_config.json", self.generation_config), ("config.json", self.config)):
+            value = source.get("eos_token_id")
+            if value is None:
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in ids):
+                raise CheckpointError(
+                    f"eos_token_id in {self.folder / origin} must be a token id or a list of them, got {shown(value)}"
+                )
+            return tuple(ids)
+        return ()
+
+
+def read_config(model: str, revision: str | None = None) -> Mapping[str, Any]:
+    """Read a model's `config.json` and nothing else; of a hub id, that one file is fetched.
+
+    Args:
+        model: a local folder, a `config.json`, "bundled", or a Hugging Face hub id.
+        revision: a branch, tag or commit of a hub id.
+
+    Raises:
+        CheckpointError: nothing there, or a file that is missing or damaged; the message names it.
+    """
+    file = find_gguf(model, revision)
+    if file is not None:
+        from quire.models.gguf.opening import open_gguf
+
+        return open_gguf(file).config
+    path = Path(model).expanduser()
+    if model == BUNDLED or not path.is_file():
+        return read_object(locate(model, revision, only="config.json") / "config.json")
+    if revision is not None:
+        raise CheckpointError(
+            f"revision {revision!r} cannot be honoured: model {model!r} is a local file, which has none",
+            field="revision",
+        )
+    return read_object(path)
+
+
+def check_weights(folder: Path) -> None:
+    """Check that a folder has files of weights.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if not (folder / SINGLE_FILE).is_file() and not (folder / INDEX_FILE).is_file():
+        raise CheckpointError(_missing_weights(folder))
+
+
+def locate(model: str, revision: str | None = None, only: str | None = None) -> Path:
+    """Return the folder that holds a model's files, fetching it from the hub where it is a hub id.
+
+    Args:
+        model: a local folder, "bundled", or a Hugging Face hub id.
+        revision: a branch, tag or commit; for hub ids only.
+        only: the one file to fetch of a hub id; None for all that a model is read from.
+
+    Raises:
+        CheckpointError: there is no such folder or model, or a revision of something that has none.
+    """
+    if model == BUNDLED:
+        folder = Path(str(resources.files("quire.models").joinpath("bundled")))
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                "this installation has no bundled model; name a local folder or a hub id", field="model"
+            )
+    else:
+        folder = Path(model).expanduser()
+        if not folder.exists() and _HUB_ID.fullmatch(model):
+            return _download(model, revision, HUB_FILES if only is None else (only,))
+        if not folder.is_dir():
+            reason = "does not exist: name a folder, a .gguf file, or a model on the hub as OWNER/NAME"
+            if folder.exists():
+                reason = "is a file of a kind that is not read: name the folder with config.json, or a .gguf file"
+            raise CheckpointError(f"model {model!r} {reason}", field="model")
+    if revision is not None:
+        raise CheckpointError(
+            f"revision {revision!r} cannot be honoured: model {model!r} is a local folder, which has none",
+            field="revision",
+        )
+    return folder
+
+
+def find_gguf(model: str, revision: str | None = None) -> Path | None:
+    """Return the GGUF file that a model is, None where it is something else; of a hub id, it is fetched.
+
+    Args:
+        model: a file, a folder that has a GGUF file and no config.json, or a hub id with ":" and a quantisation.
+        revision: a branch, tag or commit; for hub ids only.
+
+    Raises:
+        CheckpointError: a folder has several models, a file of such a quantisation is not there, or a revision is
+            given for something that has none.
+    """
+    path = Path(model).expanduser()
+    hub_id, colon, quantization = model.partition(":")
+    if not path.exists() and colon and _HUB_ID.fullmatch(hub_id) and _QUANTIZATION.fullmatch(quantization):
+        folder = _download(hub_id, revision, (f"*{quantization}*{GGUF_SUFFIX}", f"*{quantization}*/*{GGUF_SUFFIX}"), ())
+        wanted = re.compile(rf"(?:^|[^A-Za-z0-9]){re.escape(quantization)}(?:[^A-Za-z0-9_]|$)", re.IGNORECASE)
+        files = [file for file in folder.rglob(f"*{GGUF_SUFFIX}") if wanted.search(file.name)]
+        return _the_model_of(files, f"{hub_id} at quantisation {quantization}")
+    if path.is_dir() and not (path / "config.json").is_file() and any(path.glob(f"*{GGUF_SUFFIX}")):
+        path = _the_model_of([*path.glob(f"*{GGUF_SUFFIX}")], str(path))
+    elif path.suffix != GGUF_SUFFIX or not path.is_file():
+        return None
+    if revision is not None:
+        raise CheckpointError(
+            f"revision {revision!r} cannot be honoured: model {model!r} is a local file, which has none",
+            field="revision",
+        )
+    return path
+
+
+def _the_model_of(files: Sequence[Path], place: str) -> Path:
+    """Return the only model among GGUF files; other parts of it, and parts that see images, do not count."""
+    models = sorted(file for file in files if not _LATER_PART.search(file.name) and not file.name.startswith("mmproj"))
+    if len(models) != 1:
+        names = ", ".join(file.name for file in models[:8]) or "none"
+        raise CheckpointError(f"one GGUF model is needed in {place}, found {names}: name the file", field="model")
+    return models[0]
+
+
+def _download(model: str, revision: str | None, patterns: Sequence[str], ignored: Sequence[str] = HUB_IGNORED) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"model {model!r} is no local folder, and hub ids need the huggingface_hub package: install it, or name a "
+            "folder",
+            field="model",
+        ) from error
+    try:
+        folder = snapshot_download(
+            model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(ignored)
+        )
+    # The hub client lets errors of its HTTP and cache layers through; whichever it was, the model is not here.
+    except Exception as error:
+        name = type(error).__name__
+        why = HUB_ERRORS.get(name) or f"{name}: {' '.join(str(error).split())[:100]}"
+        advice = "check the name, the revision and the network" if "/" in model else _OWNER_ADVICE
+        if get_close_matches(model, [BUNDLED]):
+            advice = f"did you mean {BUNDLED!r}?"
+        raise CheckpointError(
+            f"model {model!r} is no folder here, and could not be fetched from the hub: {why}; {advice}", field="model"
+        ) from error
+    return Path(folder)
+
+
+def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Read a file that holds one JSON object."""
+    try:
+        value = read_json(path, max_bytes)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_headers(folder: Path) -> dict[str, StoredTensor]:
+    check_weights(folder)
+    if (folder / SINGLE_FILE).is_file():
+        return _read_header(folder / SINGLE_FILE)
+    index = folder / INDEX_FILE
+    weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map from tensor names to files")
+    shards = {shard: _read_header(_shard_path(index, shard)) for shard in _shard_names(index, weight_map)}
+    for name, shard in weight_map.items():
+        if name not in shards[shard]:
+            raise CheckpointError(f"{index} places tensor {shown(name)} in {shard}, which does not hold it")
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
+
+
+def _shard_names(index: Path, weight_map: Mapping[str, object]) -> list[str]:
+    names: set[str] = set()
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CheckpointError(f"{index} maps tensor {shown(tensor)} to {shown(shard)}, which is no file name")
+        names.add(shard)
+    return sorted(names)
+
+
+def _shard_path(index: Path, shard: str) -> Path:
+    # The name alone is judged: in a hub cache each file is a link out of the folder, and that is as it should be.
+    if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(".safetensors"):
+        raise CheckpointError(f"{index} names shard {shown(shard)}; a plain *.safetensors file name is needed")
+    path = index.parent / shard
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, but {index.name} lists it")
+    return path
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read one file's header; the library checks every offset in it against the file's length."""
+    tensors = {}
+    try:
+        with safe_open(path, framework="pt") as file, path.open("rb") as raw:
+            # The length of the header, the header, and the bytes that its offsets count from.
+            start = 8 + int.from_bytes(raw.read(8), "little")
+            places = json.loads(raw.read(start - 8))
+            for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+                part, (offset, end) = file.get_slice(name), places[name]["data_offsets"]
+                shape = tuple(part.get_shape())
+                tensors[name] = StoredTensor(path, part.get_dtype(), shape, start + offset, end - offset)
+    except (MemoryError, RuntimeError) as error:
+        # Neither a large file nor one that is said to be large can be mapped by a machine with less memory.
+        raise CheckpointError(f"{path} cannot be mapped; the memory is smaller than the file ({error})") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+    return tensors
+
+
+def _missing_weights(folder: Path) -> str:
+    wanted = f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        return f"{wanted}; {pickles[0]} is a pickle, which can run code when it is read: convert it to safetensors"
+    return wanted

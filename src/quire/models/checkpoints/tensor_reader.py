@@ -1,0 +1,138 @@
+"""The tensors of a checkpoint by the family's names, whether they are stored plain or quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from quire.errors import CheckpointError, shown
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.stored_quantization import FLOAT8, TORCH_DTYPES, read_quantization
+from quire.models.tensors.dtypes import DTYPES, STORED_DTYPES
+from quire.models.tensors.layer_weight import LayerWeight
+from quire.models.tensors.mapped_file import MappedFile
+from quire.models.tensors.stored_tensor import StoredTensor
+from quire.ops.interface.quantized_weight import PlainWeight, QuantizedWeight, StoredWeight
+
+WEIGHT: Final = ".weight"
+
+
+class TensorReader:
+    """Reads the tensors of a checkpoint; files are mapped when the first of their tensors is wanted.
+
+    Args:
+        checkpoint: the model's files.
+
+    Raises:
+        UnsupportedModel: the checkpoint is quantised by a method that is not served.
+        CheckpointError: a field of its quantization_config is missing or wrong.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._quantization = read_quantization(checkpoint.config, checkpoint.tensors)
+        self._files: dict[Path, MappedFile] = {}
+
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of the stored tensors that make up a tensor of the family.
+
+        Raises:
+            UnsupportedModel: a layer is stored in a scheme that is not served.
+            CheckpointError: the configuration contradicts the tensors.
+        """
+        layer = name.removesuffix(WEIGHT)
+        suffixes = None
+        if self._quantization is not None and (name.endswith(WEIGHT) or self._is_float8(name)):
+            suffixes = self._quantization.suffixes(layer)
+        return (name,) if suffixes is None else tuple(f"{layer}{suffix}" for suffix in suffixes)
+
+    def shape(self, name: str, wanted_by: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of the family, which is checked as far as headers tell.
+
+        Args:
+            name: name of the tensor.
+            wanted_by: the parameter that it is for, for messages.
+
+        Raises:
+            CheckpointError: the tensor is missing, or of a dtype that is not read.
+        """
+        if self.parts_of(name) != (name,):
+            return self._layer(name).weight.shape
+        stored = self._checkpoint.tensors.get(name)
+        if stored is None:
+            folder = self._checkpoint.folder
+            raise CheckpointError(f"the checkpoint in {folder} has no tensor {shown(name)} (for {wanted_by})")
+        if stored.dtype not in STORED_DTYPES and stored.decode is None:
+            raise CheckpointError(
+                f"{stored.path} holds tensor {shown(name)} as {stored.dtype}; {', '.join(STORED_DTYPES)} are supported"
+            )
+        return stored.shape
+
+    def read(self, name: str) -> Tensor | LayerWeight:
+        """Return a tensor as it lies in its file, which can change or vanish: copy what is to be kept."""
+        if self.parts_of(name) != (name,):
+            return self._layer(name)
+        stored = self._checkpoint.tensors[name]
+        if stored.decode is None:
+            return self._file(stored).tensor(stored, DTYPES[STORED_DTYPES[stored.dtype]])
+        values = stored.decode(self._file(stored).bytes_of(stored))
+        return LayerWeight(values) if isinstance(values, QuantizedWeight) else values
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Have the pages of tensors leave this process."""
+        for name in names:
+            for part in self.parts_of(name):
+                stored = self._checkpoint.tensors[part]
+                self._file(stored).let_go(stored)
+
+    def _is_float8(self, name: str) -> bool:
+        """True for codes of stacked experts, whose names have no ending."""
+        stored = self._checkpoint.tensors.get(name)
+        return stored is not None and stored.dtype in FLOAT8
+
+    def _layer(self, name: str) -> LayerWeight:
+        assert self._quantization is not None
+        return self._quantization.weight(name.removesuffix(WEIGHT), self._stored)
+
+    def _stored(self, name: str) -> Tensor:
+        stored = self._checkpoint.tensors[name]
+        return self._file(stored).tensor(stored, TORCH_DTYPES[stored.dtype])
+
+    def _file(self, stored: StoredTensor) -> MappedFile:
+        if stored.path not in self._files:
+            try:
+                self._files[stored.path] = MappedFile(stored)
+            except OSError as error:
+                raise CheckpointError(f"{stored.path} cannot be read: {error.strerror}") from error
+        return self._files[stored.path]
+
+
+def join_parts(
+    parts: Sequence[Tensor | LayerWeight], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor | StoredWeight:
+    """Concatenate on dimension 0; what is stored quantised with its inputs in different orders is dequantised."""
+    orders = [part.input_order if isinstance(part, LayerWeight) else None for part in parts]
+    is_stored = any(isinstance(part, LayerWeight) for part in parts)
+    if is_stored and all(_is_same(orders[0], order) for order in orders):
+        stored = (part.weight if isinstance(part, LayerWeight) else PlainWeight(part.to(dtype)) for part in parts)
+        return StoredWeight(tuple(stored), dtype, orders[0])
+    tensors = [
+        StoredWeight((part.weight,), dtype, part.input_order).dequantize() if isinstance(part, LayerWeight) else part
+        for part in parts
+    ]
+    if len(tensors) == 1 and tensors[0].dtype == dtype:
+        return tensors[0]
+    joined = torch.empty(shape, dtype=dtype)  # filled and cast in one pass
+    start = 0
+    for tensor in tensors:
+        joined[start : start + tensor.shape[0]].copy_(tensor)
+        start += tensor.shape[0]
+    return joined
+
+
+def _is_same(first: Tensor | None, other: Tensor | None) -> bool:
+    return first is other if first is None or other is None else torch.equal(first, other)

@@ -1,0 +1,61 @@
+"""A digest of everything besides tokens on which a model's keys and values depend: weights, configuration, kernels.
+
+Names, sizes and headers tell fine-tuned weights not apart, and no sample of their bytes does so surely. So every byte
+is read, once: the digest of a file is remembered with what the file system knows of it, and an unchanged file is
+not read again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from hashlib import blake2b, file_digest
+from pathlib import Path
+from typing import Any
+
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.platform.bounded.files import read_json
+
+# Bytes of the digests of a few hundred files.
+MAX_KNOWN_BYTES = 1 << 20
+
+
+def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path | None, num_bytes: int = 16) -> bytes:
+    """Return a digest that is another wherever KV could be another.
+
+    Args:
+        checkpoint: the model's files; where they lie does not matter.
+        layout: text of everything else: dtype, kernels, cache groups.
+        known: a JSON file that remembers the digests of files; made if it is not there or cannot be read. None reads
+            all files again.
+        num_bytes: number of bytes of the digest.
+    """
+    remembered = {} if known is None else _read(known)
+    paths = sorted({tensor.path for tensor in checkpoint.tensors.values()})
+    digests = {}
+    for path in paths:
+        # Links are followed; a write to a file, or its replacement, changes one of these.
+        status = path.stat()
+        name = json.dumps([status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
+        digests[name] = remembered.get(name) or _digest(path)
+    if known is not None and remembered != digests:
+        part = known.with_name(known.name + ".new")
+        part.write_text(json.dumps(remembered | digests))
+        os.replace(part, known)
+    parts = [json.dumps(dict(checkpoint.config), sort_keys=True), *digests.values(), *layout]
+    return blake2b(json.dumps(parts).encode(), digest_size=num_bytes).digest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _read(known: Path) -> dict[str, str]:
+    try:
+        remembered: Any = read_json(known, MAX_KNOWN_BYTES)
+    except (OSError, ValueError):
+        return {}
+    found = remembered.items() if isinstance(remembered, dict) else ()
+    return {name: digest for name, digest in found if isinstance(digest, str)}

@@ -1,0 +1,131 @@
+"""The content of a checkpoint, and how it would be served, from headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.families import read_model
+from quire.models.families.quantization_config import without_quantization
+from quire.models.gguf.block_types import BLOCK_TYPES
+from quire.models.gguf.tensor_types import TENSOR_TYPES
+from quire.models.stored_quantization import StoredQuantization, read_quantization
+from quire.models.tensors.stored_tensor import StoredTensor
+
+# Ending of the codes of stacked experts, which replaces that of a layer's weight.
+STACKED = "_blocks"
+FORMS = {kind.name: BLOCK_TYPES[kind.id].form for kind in TENSOR_TYPES.values() if kind.id in BLOCK_TYPES}
+
+
+@dataclass(frozen=True, slots=True)
+class TypeUse:
+    """The tensors of one type.
+
+    Args:
+        type: name of the type.
+        num_tensors: number of tensors.
+        num_values: number of their values.
+        num_bytes: number of their bytes in files.
+        served: description of how they are served.
+    """
+
+    type: str
+    num_tensors: int
+    num_values: int
+    num_bytes: int
+    served: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The content of a checkpoint.
+
+    Args:
+        format: "GGUF" or "safetensors", with the method of quantisation.
+        architecture: name of the model's family.
+        num_layers, width, vocab_size, max_position: sizes of the model; 0 where no family reads it.
+        types: use of each type, by quantised layers and by others, the most bytes first.
+        metadata: fields of a GGUF file; arrays as their lengths.
+        problem: reason why the checkpoint would be refused, "" where it would be served.
+    """
+
+    format: str
+    architecture: str
+    num_layers: int
+    width: int
+    vocab_size: int
+    max_position: int
+    types: tuple[TypeUse, ...]
+    metadata: dict[str, Any]
+    problem: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all tensors."""
+        return sum(use.num_bytes for use in self.types)
+
+
+def inspect(checkpoint: Checkpoint) -> Inspection:
+    """Describe a checkpoint from its headers; no weights are read."""
+    kind, problem = "safetensors" if checkpoint.gguf_fields is None else "GGUF", ""
+    num_layers = width = vocab_size = max_position = 0
+    quantized: set[str] = set()
+    try:
+        quantization = read_quantization(checkpoint.config, checkpoint.tensors)
+        if quantization is not None:
+            kind += f", {type(quantization).__name__}"
+            quantized = _quantized_tensors(quantization, checkpoint)
+        spec, _ = read_model(without_quantization(checkpoint.config))
+        num_layers, width = len(spec.layers), spec.width
+        vocab_size, max_position = spec.vocab_size, spec.max_position
+    except ConfigError as error:
+        problem = str(error)
+    names = checkpoint.config.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else "unknown"
+    metadata = {
+        key: f"{len(value)} values" if isinstance(value, list) else value
+        for key, value in (checkpoint.gguf_fields or {}).items()
+    }
+    return Inspection(
+        kind,
+        architecture,
+        num_layers,
+        width,
+        vocab_size,
+        max_position,
+        _types(checkpoint, quantized),
+        metadata,
+        problem,
+    )
+
+
+def _quantized_tensors(quantization: StoredQuantization, checkpoint: Checkpoint) -> set[str]:
+    """Return the names of the tensors that store quantised layers: codes, scales, zero points and orders of inputs."""
+    layers = {name.rpartition(".")[0] for name in checkpoint.tensors}
+    layers |= {name.removesuffix(STACKED) for name in checkpoint.tensors if name.endswith(STACKED)}
+    return {layer + suffix for layer in layers for suffix in quantization.suffixes(layer) or ()}
+
+
+def _types(checkpoint: Checkpoint, quantized: set[str]) -> tuple[TypeUse, ...]:
+    tensors: dict[tuple[str, bool], list[StoredTensor]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        tensors.setdefault((tensor.dtype, name in quantized), []).append(tensor)
+    uses = []
+    for (dtype, is_quantized), group in tensors.items():
+        num_values, num_bytes = sum(prod(each.shape) for each in group), sum(each.num_bytes for each in group)
+        served = "parts of quantised layers, at the stored values" if is_quantized else _served(dtype)
+        uses.append(TypeUse(dtype, len(group), num_values, num_bytes, served))
+    return tuple(sorted(uses, key=lambda use: -use.num_bytes))
+
+
+def _served(name: str) -> str:
+    """Describe how tensors of a type are served."""
+    form = FORMS.get(name)
+    if form is None:
+        return "as they are"
+    parts = [f"codes of {form.bits} bits", f"groups of {form.group} inputs", f"{form.scale} scales".replace("_", "-")]
+    parts += ["minima"] * form.has_mins + ["a table of levels"] * (form.levels is not None)
+    return ", ".join(parts)

@@ -1,0 +1,184 @@
+"""From a checkpoint to a model that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from quire.config import Quantization
+from quire.distributed.pipeline import PipelineGroup
+from quire.distributed.rank_group import RankGroup
+from quire.errors import ConfigError
+from quire.models.adapters.expert_layers import ExpertLayers
+from quire.models.adapters.merging import module_shapes, read_merged
+from quire.models.adapters.peft_folder import ModuleShape
+from quire.models.adapters.slots import AdapterSlots
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.tensor_reader import TensorReader
+from quire.models.families import build
+from quire.models.families.encoders import build_encoder
+from quire.models.families.quantization_config import without_quantization
+from quire.models.loading.sizes import check_sizes
+from quire.models.loading.weights import load_weights
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.determinism import check_deterministic
+from quire.models.modules.encoder import Encoder
+from quire.models.modules.stages import StageDecoder, part_of
+from quire.models.specs.sharding import Split, shard_spec, share_of, splits_of
+from quire.models.specs.spec import ModelSpec, WeightMap
+from quire.models.specs.stage_spec import renamer
+from quire.ops import make_ops
+from quire.ops.interface.ops import Ops
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    kernels: str = "auto",
+    quantization: Quantization | None = None,
+    weight_packing: str = "auto",
+    deterministic: bool = False,
+    max_model_len: int | None = None,
+    wrap_ops: Callable[[Ops], Ops] | None = None,
+    adapter: Path | None = None,
+    max_lora_rank: int = 0,
+    ranks: RankGroup | None = None,
+) -> Decoder:
+    """Build the decoder that a checkpoint describes, and fill it.
+
+    Args:
+        checkpoint: the model's files.
+        device: "cpu" or "cuda".
+        dtype: dtype of weights, hidden states and cache, as `choose_dtype` returns it.
+        kernels, quantization, weight_packing, deterministic: kernels and the form of weights; see
+            `quire.ops.make_ops`.
+        max_model_len: longest context that is served, in tokens; None for the model's own limit.
+        wrap_ops: function that returns the kernels that the decoder uses, given those of the backend; None for the
+            backend's own.
+        adapter: folder of an adapter that is merged into the weights; None for none.
+        max_lora_rank: largest rank of that.
+        ranks: ranks that share the model; this one reads its own parts of the weights. None for one process.
+
+    Raises:
+        ConfigError: kernels, or weights, that cannot be had; a model that ranks cannot share, that cannot be computed
+            deterministically, or whose weights take no adapter.
+        UnsupportedModel: no family implements the architecture or one of its options.
+        CheckpointError: a tensor or a field is missing or wrong.
+    """
+    _check_packing(weight_packing, dtype)
+    spec, weight_map = build(without_quantization(checkpoint.config))
+    check_sizes(spec, checkpoint.tensors)
+    if max_model_len is not None:
+        spec = spec.for_context(max_model_len)
+    torch_device = torch.device(device)
+    if deterministic:
+        check_deterministic(spec)
+    ops = make_ops(torch_device, kernels, quantization, weight_packing, deterministic)
+    if wrap_ops is not None:
+        ops = wrap_ops(ops)
+    decoder, own_map, splits = _make_decoder(spec, weight_map, ops, dtype, torch_device, ranks)
+    merged = None
+    if adapter is not None:
+        modules = _adapted_modules(checkpoint, spec, weight_map, decoder, ranks)
+        merged = read_merged(adapter, checkpoint, modules, ExpertLayers(spec, weight_map), weight_map, max_lora_rank)
+        decoder.merged_adapter = merged.digest
+    load_weights(checkpoint, own_map, decoder, splits, merged)
+    return decoder
+
+
+def _make_decoder(
+    spec: ModelSpec, weight_map: WeightMap, ops: Ops, dtype: torch.dtype, device: torch.device, ranks: RankGroup | None
+) -> tuple[Decoder, WeightMap, Mapping[str, Split] | None]:
+    """Return the decoder of this process without weights, its weight map, and the parts of weights that it has."""
+    if isinstance(ranks, PipelineGroup):
+        part = part_of(spec, weight_map, ranks)
+        return StageDecoder(part, ops=ops, dtype=dtype, device=device, group=ranks), part.weight_map, part.splits
+    splits = None
+    if ranks is not None:
+        share = share_of(ranks)
+        splits, spec = splits_of(spec, share), shard_spec(spec, share)
+    return Decoder(spec, ops=ops, dtype=dtype, device=device, ranks=ranks), weight_map, splits
+
+
+def _adapted_modules(
+    checkpoint: Checkpoint, spec: ModelSpec, weight_map: WeightMap, decoder: Decoder, ranks: RankGroup | None
+) -> Mapping[str, ModuleShape]:
+    """Return the widths of the modules of a whole model that take adapters, by `module_key`.
+
+    Args:
+        checkpoint: the model's files.
+        spec: specification of the whole model.
+        weight_map: weight map of the whole model.
+        decoder: decoder of this process.
+        ranks: ranks that share the model, each of which has a part of it; None for one process.
+    """
+    # Slots of a part have other shapes, or are of some layers only. The weights of this decoder are not loaded.
+    whole = decoder if ranks is None else Decoder(spec, ops=decoder.ops, dtype=decoder.dtype, device=decoder.device)
+    return module_shapes(whole.weights.slots, weight_map, _row_counter(checkpoint))
+
+
+def load_encoder(
+    checkpoint: Checkpoint,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    kernels: str = "auto",
+    quantization: Quantization | None = None,
+    weight_packing: str = "auto",
+    wrap_ops: Callable[[Ops], Ops] | None = None,
+) -> Encoder:
+    """Build the encoder that a checkpoint describes, and fill it; arguments and errors are those of `load_decoder`."""
+    _check_packing(weight_packing, dtype)
+    spec, weight_map = build_encoder(without_quantization(checkpoint.config))
+    check_sizes(spec, checkpoint.tensors)
+    ops = make_ops(torch.device(device), kernels, quantization, weight_packing)
+    encoder = Encoder(spec, ops=ops if wrap_ops is None else wrap_ops(ops), dtype=dtype, device=torch.device(device))
+    load_weights(checkpoint, weight_map, encoder)
+    return encoder
+
+
+def _check_packing(weight_packing: str, dtype: torch.dtype) -> None:
+    if weight_packing == "lossless" and dtype != torch.bfloat16:
+        raise ConfigError(
+            f"weight_packing 'lossless' is for dtype bfloat16, and weights are of {str(dtype).removeprefix('torch.')}; "
+            "use 'plain', or dtype 'bfloat16'",
+            field="weight_packing",
+        )
+
+
+def make_adapter_slots(
+    checkpoint: Checkpoint, decoder: Decoder, max_rank: int, ranks: RankGroup | None = None
+) -> AdapterSlots:
+    """Let the linear layers of a decoder take adapters.
+
+    Args:
+        checkpoint: files that the decoder was loaded from.
+        decoder: decoder with all its weights.
+        max_rank: largest rank of an adapter.
+        ranks: ranks that share the decoder; None for one process.
+    """
+    spec, weight_map = build(without_quantization(checkpoint.config))
+    modules = _adapted_modules(checkpoint, spec, weight_map, decoder, ranks)
+    experts, row_count = ExpertLayers(spec, weight_map), _row_counter(checkpoint)
+    if isinstance(ranks, PipelineGroup):
+        part = part_of(spec, weight_map, ranks)
+        own_name = renamer(part.stage)
+        return AdapterSlots(
+            decoder, part.weight_map, row_count, max_rank, experts, modules, part.splits, own_name=own_name
+        )
+    splits = None if ranks is None else splits_of(spec, share_of(ranks))
+    return AdapterSlots(decoder, weight_map, row_count, max_rank, experts, modules, splits)
+
+
+def _row_counter(checkpoint: Checkpoint) -> Callable[[str], int]:
+    """Return a function from a tensor of the family to its number of rows."""
+    reader = TensorReader(checkpoint)
+
+    def row_count(name: str) -> int:
+        return sum(reader.shape(source, name)[0] for source in checkpoint.sources_of([name]))
+
+    return row_count

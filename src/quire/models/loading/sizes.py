@@ -1,0 +1,103 @@
+"""Checks of the sizes in a configuration against the files, before any tensor of such a size is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+
+from quire.errors import CheckpointError
+from quire.models.specs.encoder_spec import EncoderSpec
+from quire.models.specs.spec import (
+    Attention,
+    GatedDeltaNet,
+    GatedMLP,
+    Mamba2,
+    Mixer,
+    MLPBesideExperts,
+    ModelSpec,
+    ShortConv,
+    experts_of,
+)
+from quire.models.tensors.stored_tensor import StoredTensor
+
+
+def check_sizes(spec: ModelSpec | EncoderSpec, tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse a model that is larger than what is stored of it.
+
+    Whether all shapes fit is found out when they are all known. Here it is enough that nothing is made that no tensor
+    could fill: a size is that of a dimension of some tensor, and each layer has a tensor of its own.
+
+    Raises:
+        CheckpointError: naming the size, and the largest that is stored.
+    """
+    if len(spec.layers) > len(tensors):
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {len(spec.layers)}, but only {len(tensors)} tensors are stored",
+            field="num_hidden_layers",
+        )
+    longest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    largest = max((prod(tensor.shape) for tensor in tensors.values()), default=0)
+    sizes: list[tuple[str, int, int]] = []
+    if isinstance(spec, EncoderSpec):
+        sizes += ((name, size, longest) for name, size in _encoder_sizes(spec))
+    else:
+        sizes += (*_sizes(spec, longest), *((*values, largest) for values in _convolutions(spec)))
+    for name, size, most in sizes:
+        if size > most:
+            raise CheckpointError(f"config.json: {name} is {size:,}, but the largest that is stored has {most:,}")
+
+
+def _encoder_sizes(spec: EncoderSpec) -> Iterator[tuple[str, int]]:
+    """Yield sizes that some dimension must have."""
+    yield "vocab_size", spec.vocab_size
+    yield "hidden_size", spec.width
+    yield "max_position_embeddings", spec.num_positions
+    yield "type_vocab_size", spec.num_token_types
+    yield "intermediate_size", max(layer.mlp.width for layer in spec.layers)
+    yield "num_labels", 0 if spec.head is None else len(spec.head.labels)
+
+
+def _sizes(spec: ModelSpec, longest: int) -> Iterator[tuple[str, int, int]]:
+    """Yield sizes that some dimension must have, and what it can have at most."""
+    yield "vocab_size", spec.vocab_size, longest
+    yield "hidden_size", spec.width, longest
+    if spec.per_layer_inputs is not None:
+        yield "vocab_size_per_layer_input", spec.per_layer_inputs.vocab_size, longest
+        yield "hidden_size_per_layer_input", spec.per_layer_inputs.width, longest
+    for layer in {*spec.layers}:
+        for mixer in layer.parts:
+            for name, size in _mixer_sizes(mixer):
+                yield name, size, longest
+        experts, mlp = experts_of(layer.ffn), layer.ffn.mlp if isinstance(layer.ffn, MLPBesideExperts) else layer.ffn
+        if isinstance(mlp, GatedMLP):
+            yield "intermediate_size", mlp.width, longest
+        if experts is not None:
+            yield "num_experts", experts.num_experts, longest
+            yield "moe_intermediate_size", max(experts.width, experts.shared_width), longest
+
+
+def _mixer_sizes(mixer: Mixer) -> Iterator[tuple[str, int]]:
+    match mixer:
+        case Attention():
+            yield "num_attention_heads times head_dim", mixer.num_heads * mixer.head_dim
+            yield "num_key_value_heads times head_dim", mixer.num_kv_heads * mixer.head_dim
+        case ShortConv():
+            yield "channels of a convolution", mixer.num_channels
+        case Mamba2():
+            yield "channels of a state", mixer.num_heads * mixer.head_dim + mixer.num_groups * mixer.state_dim
+        case GatedDeltaNet():
+            yield "channels of keys", mixer.num_key_heads * mixer.key_dim
+            yield "channels of values", mixer.num_value_heads * mixer.value_dim
+
+
+def _convolutions(spec: ModelSpec) -> Iterator[tuple[str, int]]:
+    """Yield how many values the convolutions have."""
+    name = "kernel times channels of a convolution"
+    for layer in {*spec.layers}:
+        for mixer in layer.parts:
+            if isinstance(mixer, ShortConv):
+                yield name, mixer.kernel * mixer.num_channels
+            elif isinstance(mixer, Mamba2):
+                yield name, mixer.kernel * mixer.num_heads * mixer.head_dim
+            elif isinstance(mixer, GatedDeltaNet):
+                yield name, mixer.kernel * mixer.num_value_heads * mixer.value_dim

@@ -1,0 +1,195 @@
+"""Weights: from a checkpoint's tensors into a decoder's parameters, one at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.errors import CheckpointError, shown
+from quire.models.adapters.merging import MergedAdapter
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.tensor_reader import TensorReader, join_parts
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.encoder import Encoder
+from quire.models.specs.sharding import Split
+from quire.models.specs.spec import WeightMap
+from quire.models.tensors.dtypes import DTYPES, STORED_DTYPES
+from quire.models.tensors.layer_weight import LayerWeight
+
+# Values of a tensor that are looked at before it is taken.
+SAMPLED = 4096
+# A NaN in a row of an embedding fails only requests with its token; some checkpoints have such rows for unused tokens.
+EMBEDDING = "embedding.weight"
+MOST_BROKEN_ROWS = 0.5
+# Left over from training, or tied to a tensor that is read: no model misses them. Scales of activations and of cached
+# keys and values are for engines that round these by stored scales; here they keep their own.
+HARMLESS_SUFFIXES = (
+    *("rotary_emb.inv_freq", "lm_head.weight"),
+    # The pooler of BERT is a head that embeddings do not use; the ids are a list of numbers.
+    *("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"),
+    *("input_scale", "input_zero_point", "activation_scale"),
+    *("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point"),
+)
+
+logger = logging.getLogger(__name__)
+
+
+def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
+    """Choose the dtype of the weights; pure.
+
+    Args:
+        option: "bfloat16", "float16", "float32", or "auto" for what the checkpoint's configuration says, and where
+            it says nothing, for what most of its numbers are stored as.
+        checkpoint: the model's files.
+
+    Raises:
+        CheckpointError: "auto", and the checkpoint is of a dtype that no kernel computes in.
+    """
+    if option != "auto":
+        return DTYPES[option]
+    # Configurations name it "dtype" nowadays and "torch_dtype" before.
+    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or _prevailing(checkpoint)
+    if not isinstance(name, str) or name not in DTYPES:
+        raise CheckpointError(
+            f"the checkpoint in {checkpoint.folder} is of dtype {shown(name)}, and auto keeps it: set dtype to one of "
+            f"{', '.join(DTYPES)}",
+            field="dtype",
+        )
+    return DTYPES[name]
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    model: Decoder | Encoder,
+    splits: Mapping[str, Split] | None = None,
+    merged: MergedAdapter | None = None,
+) -> None:
+    """Fill a model's parameters from a checkpoint.
+
+    Names, shapes and dtypes are all checked before the first byte is read. Files are mapped, and what was taken from
+    them is let go, so that no more than the model itself and one parameter are ever in memory.
+
+    Args:
+        checkpoint: the model's files.
+        weight_map: parameter name -> names of the stored tensors that make it up, concatenated on dimension 0.
+        model: model to fill; tensors of other dtypes than its parameters are cast.
+        splits: parts of weights that the model takes; all others are taken whole, as all are where this is None.
+        merged: adapter that is added into whole weights; None for none.
+
+    Raises:
+        CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
+    """
+    shapes, splits = model.weights.shapes(), splits or {}
+    weight_map = {name: tuple(checkpoint.sources_of(sources)) for name, sources in weight_map.items()}
+    reader = TensorReader(checkpoint)
+    for name, shape in shapes.items():
+        whole = splits[name].whole_shape(shape) if name in splits else shape
+        _check_parameter(checkpoint, reader, name, whole, weight_map[name])
+    _warn_of_unused(checkpoint, reader, weight_map)
+    for name, shape in shapes.items():
+        parts = [_as_rows(reader.read(source), len(shape)) for source in weight_map[name]]
+        dtype = model.weights.dtype(name)
+        if merged is not None:  # into whole weights, whatever part of them is taken
+            for source, part in zip(weight_map[name], parts, strict=True):
+                check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
+            parts = [
+                merged.add_to(source, part, dtype) if isinstance(part, Tensor) else part
+                for source, part in zip(weight_map[name], parts, strict=True)
+            ]
+        if name in splits:
+            parts = splits[name].cut(parts, name)
+        # Parts of sources do not say which one they are of.
+        sources = weight_map[name] if len(parts) == len(weight_map[name]) else weight_map[name][:1] * len(parts)
+        for source, part in zip(sources, parts, strict=True):
+            check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
+        model.weights.load(name, join_parts(parts, shape, dtype))
+        reader.let_go(weight_map[name])
+
+
+def _check_parameter(
+    checkpoint: Checkpoint, reader: TensorReader, name: str, shape: tuple[int, ...], sources: tuple[str, ...]
+) -> None:
+    # The same one twice, where keys are values.
+    shapes = [_rows_shape(reader.shape(source, name), len(shape)) for source in sources]
+    for source, stored in zip(sources, shapes, strict=True):
+        if stored[1:] != shape[1:] or not stored:
+            raise CheckpointError(
+                f"{_place(checkpoint, source)} holds tensor {shown(source)} of shape {list(stored)}, which does not "
+                f"fit into {name} of shape {list(shape)}"
+            )
+    rows = sum(stored[0] for stored in shapes)
+    if rows != shape[0]:
+        parts = ", ".join(f"{source} {list(stored)}" for source, stored in zip(sources, shapes, strict=True))
+        raise CheckpointError(
+            f"{name} needs shape {list(shape)}, but the checkpoint in {checkpoint.folder} gives {rows} rows ({parts})"
+        )
+
+
+def _rows_shape(shape: tuple[int, ...], num_dims: int) -> tuple[int, ...]:
+    """Return the shape of a tensor as it is read: a stack of experts' matrices is read as the rows of all."""
+    return shape if len(shape) != num_dims + 1 else (shape[0] * shape[1], *shape[2:])
+
+
+def _as_rows(tensor: Tensor | LayerWeight, num_dims: int) -> Tensor | LayerWeight:
+    return tensor.flatten(0, 1) if isinstance(tensor, Tensor) and tensor.dim() == num_dims + 1 else tensor
+
+
+def _place(checkpoint: Checkpoint, name: str) -> Path:
+    """Return the file of a tensor; of one that is stored in several, the folder."""
+    stored = checkpoint.tensors.get(name)
+    return checkpoint.folder if stored is None else stored.path
+
+
+def check_finite(checkpoint: Checkpoint, name: str, tensor: Tensor | LayerWeight, *, most: float = 0.0) -> None:
+    """Refuse a tensor whose values are infinite or no numbers: every request would fail on it.
+
+    A sample is looked at, which costs nothing; a single value may be missed.
+
+    Args:
+        checkpoint: the model's files.
+        name: name of the tensor.
+        tensor: its values.
+        most: share of the sample that may be so.
+
+    Raises:
+        CheckpointError: there are more.
+    """
+    if isinstance(tensor, LayerWeight):
+        num_rows, width = tensor.weight.shape
+        step, blocks = max(1, num_rows * width // SAMPLED), tensor.weight.blocks
+        if blocks is not None and bool(blocks.factors_of(step).isfinite().all()):
+            return  # the codes of blocks are whole numbers
+        tensor = tensor.weight.dequantize(slice(0, num_rows, step))
+    # An odd step goes through the columns of a matrix, of which most have an even number.
+    sample = tensor.flatten()[:: max(1, tensor.numel() // SAMPLED) | 1]
+    if int(sample.isfinite().sum()) < (1 - most) * sample.numel():
+        count = tensor.numel() - int(tensor.isfinite().sum())
+        raise CheckpointError(
+            f"{_place(checkpoint, name)} holds tensor {shown(name)} with {count:,} of {tensor.numel():,} values "
+            "that are infinite or no numbers"
+        )
+
+
+def _warn_of_unused(checkpoint: Checkpoint, reader: TensorReader, weight_map: WeightMap) -> None:
+    used = {part for sources in weight_map.values() for source in sources for part in reader.parts_of(source)}
+    unused = sorted(name for name in checkpoint.tensors.keys() - used if not name.endswith(HARMLESS_SUFFIXES))
+    if unused:
+        shown = ", ".join(unused[:8]) + (", ..." if len(unused) > 8 else "")
+        logger.warning("%d tensors of the checkpoint are not part of the model: %s", len(unused), shown)
+
+
+def _prevailing(checkpoint: Checkpoint) -> str:
+    """Return the name of the dtype that most of the checkpoint's numbers are stored as."""
+    sizes: Counter[str] = Counter()
+    for stored in checkpoint.tensors.values():
+        size = 1
+        for length in stored.shape:
+            size *= length
+        sizes[STORED_DTYPES.get(stored.dtype, stored.dtype)] += size
+    return max(sizes, key=lambda name: sizes[name], default="float32")

@@ -1,0 +1,1 @@
+"""Modules: parts of a model that have tensors."""

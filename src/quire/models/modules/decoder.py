@@ -1,0 +1,218 @@
+"""One decoder for all families: it runs what a `ModelSpec` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.distributed.rank_group import RankGroup, greatest
+from quire.models.modules.blocks import OutputRows
+from quire.models.modules.embedding import RowsOfRanks, TokenEmbedding
+from quire.models.modules.layer_stack import LayerStack
+from quire.models.modules.norms import Norm
+from quire.models.modules.per_layer_inputs import PerLayerEmbedding
+from quire.models.modules.projections import Projection
+from quire.models.modules.weight_slots import WeightTable, nested
+from quire.models.specs.sharding import share_of
+from quire.models.specs.spec import LayerGroup, ModelSpec
+from quire.ops.interface.adapted_linear import StepAdapters
+from quire.ops.interface.fused_layers import FusedLayers, FusesExperts, FusesLayers
+from quire.ops.interface.lora import LoraRows
+from quire.ops.interface.ops import AttentionBatch, Ops, PagedKV, PagedStates, RoundsInputs, StateBatch
+
+
+class Decoder:
+    """A decoder-only language model over paged memory.
+
+    All that a step needs is an argument. Call it under `torch.inference_mode()`.
+
+    Args:
+        spec: specification of the model.
+        ops: kernels.
+        dtype: dtype of weights, hidden states and cache.
+        ranks: ranks that share the model, of which this is one; the layers of `spec` are this rank's then. None for
+            one process.
+
+    Attributes:
+        ops, spec, dtype, device: the arguments of these names.
+        weights: the weights to load; the decoder runs when none is missing.
+        step_adapters: adapters of the present step's rows, for layers that may have adapters.
+        merged_adapter: digest of the adapter that is merged into the weights; None for none.
+        replicas: ranks of which each has the whole model, to make drafts; None for others.
+        num_draft_choices: C, the number of likeliest tokens that a draft pass returns.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        self.spec = spec
+        self._ranks = ranks
+        self.ops = ops
+        self.dtype = dtype
+        self.device = device
+        self.step_adapters = StepAdapters()
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+        first, end = share_of(ranks).vocabulary(spec.vocab_size)
+        self._widths = share_of(ranks).widths(spec.vocab_size)  # of the head, on each rank
+        self._head = Projection(spec.width, end - first, False, ops, min_bits=6)
+        self._embedding = TokenEmbedding(spec, self._head, ops, end - first)
+        self._look_up: Callable[[Tensor], Tensor] = lambda input_ids: self._embedding.look_up(input_ids)
+        if ranks is not None:
+            self._look_up = RowsOfRanks(self._look_up, spec.vocab_size, ranks)
+        new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
+        self._norm = new_norm(spec.norm)
+        slots = {"embedding.weight": self._embedding.slot}
+        self._per_layer_inputs: Callable[[Tensor, Tensor], Tensor] | None = None
+        if spec.per_layer_inputs is not None:
+            made = PerLayerEmbedding(spec.per_layer_inputs, len(spec.layers), spec.width, ops, dtype, device, ranks)
+            self._per_layer_inputs = made
+            slots |= nested(per_layer_inputs=made.slots)
+        self._layers = LayerStack(spec, new_norm, ops, dtype, device, ranks)
+        slots |= self._layers.slots
+        self._fused: FusedLayers | None = None
+        self._fused_adapted: FusedLayers | None = None
+        self._fused_head: Callable[[Tensor], Tensor] | None = None
+        slots |= nested(norm=self._norm.slots)
+        if not spec.tied_head:
+            slots |= nested(head=self._head.slots)
+        self.merged_adapter: str | None = None
+        self.replicas: RankGroup | None = None
+        self.num_draft_choices = 1
+        self.weights = WeightTable(slots, dtype, device, self._fuse)
+
+    @property
+    def cache_groups(self) -> tuple[LayerGroup, ...]:
+        """Layer groups, in the order of storages and attention batches."""
+        return self.spec.cache_groups
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """Ranks that share the model, each with its part of every layer; None for one process."""
+        return self._ranks
+
+    @property
+    def kernels(self) -> str:
+        """Name of the kernels."""
+        return self.ops.name
+
+    def _fuse(self) -> None:
+        """Have the backend run layers, the end of the model, or the experts of a layer by one call where it can."""
+        if isinstance(self.ops, FusesLayers):
+            self._fused = self._layers.fuse(self.ops)
+            self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
+        # Logits of 16 bits lose a sixth of what int8 inputs do, and make equals of tokens that are near each other.
+        is_free = isinstance(self._head.run, RoundsInputs) and self._head.run.rounds_inputs
+        self._head_dtype = torch.float32 if is_free else self.dtype
+        if isinstance(self.ops, FusesExperts):
+            self._layers.fuse_experts(self.ops)
+
+    def fuse_adapted(self) -> None:
+        """Have the backend run layers that take adapters by one call too, or the experts of a layer."""
+        if isinstance(self.ops, FusesLayers):
+            self._fused_adapted = self._layers.fuse(self.ops)
+        if isinstance(self.ops, FusesExperts):
+            self._layers.fuse_adapted_experts(self.ops)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        groups: Sequence[AttentionBatch | StateBatch],
+        storages: Sequence[PagedKV | PagedStates],
+        given: tuple[Tensor, Tensor] | None = None,
+        output_rows: OutputRows | None = None,
+        adapters: tuple[LoraRows, LoraRows | None] | None = None,
+    ) -> Tensor:
+        """Run the layers over a step's rows; what they keep of the rows is stored on the way.
+
+        After the mixer of the last cached layer, only output rows are computed.
+
+        Args:
+            input_ids: [T] of int64.
+            positions: [T] of int64.
+            groups: the step's part in each cache group.
+            storages: one for each cache group.
+            given: rows, [M] of int64, and embeddings [M, E] to take for them as they are, in place of the tokens' own.
+            output_rows: rows whose hidden states are returned; None for all rows.
+            adapters: rows that have an adapter, among all rows and among the output rows; None for no such row.
+
+        Returns:
+            Hidden states before the last norm, [T, E]; where `output_rows` are given, [R, E].
+        """
+        if adapters is not None or self.step_adapters.all is not None:
+            self.step_adapters.begin(adapters)
+        x = self._look_up(input_ids)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        if given is not None:
+            x = x.index_copy(0, *given)
+        per_layer = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
+        rotations = {rope_key: rotate(positions) for rope_key, rotate in self._layers.rotations.items()}
+        fused = self._fused if adapters is None else self._fused_adapted
+        if output_rows is None and fused is not None:
+            hidden = fused(x, list(rotations.values()), groups, storages)
+            if hidden is not None:
+                return hidden
+        return self._layers(x, positions, rotations, groups, storages, per_layer, output_rows)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [R, E] after the last norm."""
+        return self._norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [R, V], float32, of hidden states [R, E]; of ranks, on the first one."""
+        ranks = self._ranks
+        product = self._product(hidden) if ranks is None else ranks.head(hidden, self._product, self._widths)
+        return self._as_logits(product)
+
+    def likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the greatest logit [R] of each row of `hidden` [R, E] and its token [R]; each rank looks for its own.
+
+        None without ranks, whose logits are there as a whole.
+        """
+        return None if self._ranks is None else self._ranks.likeliest(hidden, self._own_logits, self._widths)
+
+    def draft_tokens(self, hidden: Tensor) -> Tensor:
+        """Return the likeliest tokens [R, C] after each row of `hidden` [R, E], the same on every rank; all call it."""
+        if self._ranks is not None:
+            return self._ranks.agreed_likeliest(self._own_logits(hidden), self._widths, self.num_draft_choices)
+        tokens = greatest(self.logits(hidden), self.num_draft_choices)[1]
+        # Processors of hosts may round otherwise, and what ranks compute next must be the same.
+        return tokens if self.replicas is None else self.replicas.of_first(tokens)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's columns."""
+        return self._as_logits(self._product(hidden))
+
+    def _as_logits(self, product: Tensor) -> Tensor:
+        """Return the head's product in float32, with the model's factor and cap."""
+        logits = product.float()
+        if self.spec.logit_scale != 1.0:
+            logits *= self.spec.logit_scale
+        cap = self.spec.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    @property
+    def is_follower(self) -> bool:
+        """True on a rank whose tokens are drawn on rank 0."""
+        return self._ranks is not None and self._ranks.rank > 0
+
+    def serve_head(self) -> None:
+        """Take part in the logits of other rows that the first rank asks for, until it sends commands again."""
+        assert self._ranks is not None, "one process has all logits"
+        self._ranks.serve_head(self.spec.width, self.dtype, self._product, self._own_logits, self._widths)
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        """Return the head's product [R, V] of hidden states [R, E]; of ranks, the columns of this one."""
+        if self._fused_head is not None:
+            return self._fused_head(hidden)
+        return self._head.run(self._norm(hidden).to(self._head_dtype))

@@ -1,0 +1,348 @@
+"""The block of an FFN that is many experts, of which each token goes through a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.models.modules.blocks import GatedMLPBlock
+from quire.models.modules.norms import Norm
+from quire.models.modules.projections import Projection, ResidualAdd
+from quire.models.modules.weight_slots import WeightSlot, WeightSlots, nested
+from quire.models.specs import spec
+from quire.ops.interface.adapted_experts import ExpertAdapters, ExpertPairs, group_pairs
+from quire.ops.interface.adapted_linear import StepAdapters
+from quire.ops.interface.fused_layers import FusedExperts, FusesExperts, RoutedExperts
+from quire.ops.interface.lora import LoraRows
+from quire.ops.interface.ops import Activation, Linear, Ops
+from quire.ops.interface.quantized_weight import StoredWeight
+
+
+class ExpertsBlock:
+    """Experts with a router.
+
+    Rows are brought together by expert: an expert that any row goes through costs two products, the others none. Where
+    experts are divided among ranks, each rank chooses among all, and computes its own.
+
+    Args:
+        experts: their number and widths, and how they are chosen and scored.
+        width: E.
+        addition: addition of the result to the residual.
+        new_norm: function that makes the norm of a specification.
+
+    Attributes:
+        fused: the block as one call of the backend, which `fuse` sets; None for the operations one by one.
+        fused_adapted: the same for steps with adapters, which `fuse_adapted` sets.
+        slots: "router", "gate_up", "down" and, where there are such, "router_norm", "choice_bias", "expert_scales",
+            "shared.gate_up", "shared.down" and "shared.gate".
+    """
+
+    def __init__(
+        self,
+        experts: spec.Experts,
+        width: int,
+        addition: ResidualAdd,
+        ops: Ops,
+        new_norm: Callable[[spec.RMSNorm], Norm],
+    ) -> None:
+        self._experts, self._addition = experts, addition
+        self._router = Projection(width, experts.num_experts, experts.bias, ops, min_bits=8)
+        self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops, gate=experts.activation)
+        self._down = ExpertProjections(experts, experts.width, width, ops)
+        self._first, self._end = experts.bounds
+        self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)
+        self._router_norm: Norm | None = None
+        if experts.router_norm is not None:
+            self._router_norm = new_norm(experts.router_norm)
+            self.slots |= nested(router_norm=self._router_norm.slots)
+        self._choice_bias = self._expert_scales = None
+        for name in ("choice_bias", "expert_scales"):
+            if getattr(experts, name):
+                fill = partial(self._fill, f"_{name}")
+                self.slots[f"{name}.weight"] = WeightSlot((experts.num_experts,), fill, dtype=torch.float32)
+        self.fused: FusedExperts | None = None
+        self.fused_adapted: FusedExperts | None = None
+        self._shared: GatedMLPBlock | None = None
+        self._shared_gate: Projection | None = None
+        if experts.shared_width:
+            shared = spec.GatedMLP(experts.shared_width, activation=experts.activation)
+            self._shared = GatedMLPBlock(shared, width, ResidualAdd(), ops)
+            self.slots |= nested(shared=self._shared.slots)
+            if experts.shared_gate:
+                self._shared_gate = Projection(width, 1, False, ops, min_bits=8)
+                self.slots |= nested(shared=nested(gate=self._shared_gate.slots))
+
+    def _fill(self, name: str, tensor: Tensor) -> None:
+        setattr(self, name, tensor.clone())
+
+    def fuse(self, ops: FusesExperts) -> None:
+        """Let `ops` run the block by one call, if it does; all weights are there."""
+        self.fused = ops.fuse_experts(self._routed)
+
+    def fuse_adapted(self, ops: FusesExperts) -> None:
+        """Let `ops` run the block with adapters by one call, if it does; all layers that take adapters do."""
+        self.fused_adapted = ops.fuse_experts(self._routed)
+
+    @property
+    def packed(self) -> RoutedExperts | None:
+        """The block as fused layers take it; None where it does more."""
+        return self._routed if self._addition.is_plain and self._router_norm is None else None
+
+    @property
+    def _routed(self) -> RoutedExperts:
+        experts, shared = self._experts, None if self._shared is None else self._shared.packed
+        gate_up, down = self._gate_up.adapters, self._down.adapters
+        assert self._shared is None or shared is not None, "a shared expert is added as it is"
+        return RoutedExperts(
+            self._router.run,
+            self._gate_up.runs,
+            self._down.runs,
+            experts.num_chosen,
+            self._choice_bias,
+            self._expert_scales,
+            experts.scoring == "sigmoid",
+            experts.renormalised,
+            experts.scaled_input,
+            experts.sum_eps,
+            experts.score_scale,
+            experts.logit_scale,
+            shared,
+            None if self._shared_gate is None else self._shared_gate.run,
+            experts.num_experts,
+            self._first,
+            None if gate_up is None or down is None else (gate_up, down),
+        )
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add to `residual` [T, E] what the experts of each row make of `x` [T, E]."""
+        if self._addition == ResidualAdd():  # experts add to it by themselves
+            return self.mix(x, residual)
+        return self._addition(self.mix(x), residual)
+
+    def mix(self, x: Tensor, start: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
+        """Add what the experts of each row make of it.
+
+        Args:
+            x: [T, E].
+            start: [T, E] to add to, as it is; None for nothing.
+            routed: [T, E] that the router sees; None for `x`.
+        """
+        experts, routed = self._experts, x if routed is None else routed
+        if self._router_norm is not None:
+            routed = self._router_norm(routed)
+        adapted = self._gate_up.adapted_rows(len(x)) or self._down.adapted_rows(len(x))
+        fused = self.fused if adapted is None and not self._is_adapted else self.fused_adapted
+        if fused is not None:
+            return fused(x, routed, start)
+        chosen, scores = choose(self._router.run(routed), experts, self._choice_bias, self._expert_scales)
+        # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
+        total = self._begin(x, start)
+        pairs = group_pairs(chosen, experts.bounds, experts.num_experts, adapted)
+        rows, weights = pairs.places // experts.num_chosen, scores.flatten()[pairs.places][:, None]
+        seen = x[rows]
+        if experts.scaled_input:
+            seen.mul_(weights)
+        for span, product in self._products(seen, pairs):
+            given = product.float()
+            if not experts.scaled_input:
+                given.mul_(weights[span])
+            total.index_add_(0, rows[span], given)
+        return total.to(x.dtype)
+
+    def _products(self, seen: Tensor, pairs: ExpertPairs) -> Iterator[tuple[slice, Tensor]]:
+        """Yield what experts make of the pairs that go through them, with the range of these.
+
+        What adapters add is computed for all experts together, before the products of each.
+        """
+        gate_up, down = self._gate_up, self._down
+        if pairs.adapted is None:
+            for idx, span in pairs.spans:
+                yield span, down.runs[idx](gate_up.runs[idx](seen[span]))
+            return
+        added = gate_up.added(seen, pairs.adapted)
+        inner = torch.cat([gate_up.run(idx, seen, span, added) for idx, span in pairs.spans])
+        added = down.added(inner, pairs.adapted)
+        for idx, span in pairs.spans:
+            yield span, down.run(idx, inner, span, added)
+
+    @property
+    def _is_adapted(self) -> bool:
+        """True where an adapter of the present step adds to the router or to the shared expert."""
+        dense = (self._router, self._shared, self._shared_gate)
+        return any(part is not None and part.is_adapted for part in dense)
+
+    def _begin(self, x: Tensor, start: Tensor | None) -> Tensor:
+        """Return what experts add to, in float32: `start`, and what the shared expert makes of `x`."""
+        shared, gate = self._shared, self._shared_gate
+        if shared is not None and gate is None:
+            return shared(x, start).float()
+        total = torch.zeros_like(x, dtype=torch.float32) if start is None else start.to(torch.float32, copy=True)
+        if shared is not None and gate is not None:
+            total.addcmul_(gate.run(x).float().sigmoid_(), shared(x, None).float())
+        return total
+
+
+class MLPBesideExpertsBlock:
+    """A gated MLP and experts side by side, with a norm after each.
+
+    Args:
+        ffn: both, and their norms.
+        width, addition, ops, new_norm: see `ExpertsBlock`.
+
+    Attributes:
+        packed: None, since fused layers do not take it.
+        slots: "mlp", "mlp_norm", "experts_input_norm", "experts", "experts_norm" and, with a norm of the sum, "norm".
+    """
+
+    packed = None
+
+    def __init__(
+        self,
+        ffn: spec.MLPBesideExperts,
+        width: int,
+        addition: ResidualAdd,
+        ops: Ops,
+        new_norm: Callable[[spec.RMSNorm], Norm],
+    ) -> None:
+        # Both outputs are whole before their norms.
+        self._addition, self._ranks = addition._replace(ranks=None), addition.ranks
+        self._mlp = GatedMLPBlock(ffn.mlp, width, ResidualAdd(ranks=addition.ranks), ops)
+        self._experts = ExpertsBlock(ffn.experts, width, ResidualAdd(), ops, new_norm)
+        self._mlp_norm, self._experts_input_norm, self._experts_norm = (new_norm(ffn.norm) for _ in range(3))
+        self.fuse, self.fuse_adapted = self._experts.fuse, self._experts.fuse_adapted
+        self.slots: WeightSlots = nested(
+            mlp=self._mlp.slots,
+            mlp_norm=self._mlp_norm.slots,
+            experts_input_norm=self._experts_input_norm.slots,
+            experts=self._experts.slots,
+            experts_norm=self._experts_norm.slots,
+        )
+        if addition.norm is not None:
+            self.slots |= nested(norm=addition.norm.slots)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add to `residual` [T, E] what the MLP makes of `x` [T, E], and experts of `residual`."""
+        dense = self._mlp_norm(self._mlp(x, None))
+        mixed = self._experts.mix(self._experts_input_norm(residual), routed=residual)
+        sparse = self._experts_norm(mixed if self._ranks is None else self._ranks.all_reduce(mixed))
+        return self._addition(dense.add_(sparse), residual)
+
+
+def make_ffn(
+    ffn: spec.FFN, width: int, addition: ResidualAdd, ops: Ops, new_norm: Callable[[spec.RMSNorm], Norm]
+) -> GatedMLPBlock | ExpertsBlock | MLPBesideExpertsBlock:
+    """Make the block of an FFN; for the arguments, see `ExpertsBlock`."""
+    match ffn:
+        case spec.GatedMLP():
+            return GatedMLPBlock(ffn, width, addition, ops)
+        case spec.Experts():
+            return ExpertsBlock(ffn, width, addition, ops, new_norm)
+        case spec.MLPBesideExperts():
+            return MLPBesideExpertsBlock(ffn, width, addition, ops, new_norm)
+
+
+class ExpertProjections:
+    """A linear layer of each expert, packed as soon as the weight of all is there.
+
+    Args:
+        in_width, out_width: widths of each expert.
+        gate: see `Ops.pack_linear`.
+
+    Attributes:
+        adapters: adapters of the layers, once they take these.
+        runs: the packed layers, one for each expert that this rank computes.
+        slots: "bias", if there is one, which is filled before "weight".
+    """
+
+    __slots__ = ("_biases", "_bounds", "_is_transposed", "_order", "_pack", "_shape", "adapters", "runs", "slots")
+
+    runs: list[Linear]
+
+    def __init__(
+        self, experts: spec.Experts, in_width: int, out_width: int, ops: Ops, gate: Activation | None = None
+    ) -> None:
+        self._pack = partial(ops.pack_linear, gate=gate)
+        self._is_transposed = experts.transposed
+        num_experts, self._bounds = experts.num_local, experts.bounds
+        self._shape = num_experts, out_width, in_width
+        shape: tuple[int, ...] = (num_experts * out_width, in_width)
+        if experts.transposed:
+            shape = (num_experts, in_width, out_width)
+        # The place of each output in what is stored of an expert; None where that is in order.
+        self._order: Tensor | None = None
+        if gate is not None and experts.interleaved:
+            self._order = torch.arange(out_width).view(-1, 2).T.flatten()
+        self._biases: Sequence[Tensor | None] = [None] * num_experts
+        self.adapters: ExpertAdapters | None = None
+        self.slots: WeightSlots = {}
+        if experts.bias:
+            self.slots["bias"] = WeightSlot((num_experts * out_width,), self._fill_biases)
+        fill_stored = None if experts.transposed else self._fill_stored
+        self.slots["weight"] = WeightSlot(shape, self._fill, fill_stored, experts=self)
+
+    def adapt(self, ops: Ops, step: StepAdapters) -> ExpertAdapters:
+        """Let the layers take adapters, of which there are none yet."""
+        self.adapters = ExpertAdapters(ops.make_lora(self._shape[1]), self._bounds, step)
+        return self.adapters
+
+    def adapted_rows(self, num_rows: int) -> LoraRows | None:
+        """Return the rows, of so many of the present step, to which adapters may add; None for no such row."""
+        return None if self.adapters is None else self.adapters.rows(num_rows)
+
+    def added(self, x: Tensor, pairs: LoraRows) -> Tensor | None:
+        """Return what adapters add to the products of `x` [P, in], [P, out]; None where that is nothing."""
+        return None if self.adapters is None else self.adapters(x, pairs)
+
+    def run(self, idx: int, x: Tensor, rows: slice, added: Tensor | None) -> Tensor:
+        """Return the product of some rows of `x` with an expert's weight, with what is added to it."""
+        return self.runs[idx](x[rows], None if added is None else added[rows])
+
+    def _fill_biases(self, tensor: Tensor) -> None:
+        biases = tensor.view(self._shape[:2])
+        self._biases = (biases.clone() if self._order is None else biases[:, self._order]).unbind()
+
+    def _fill(self, tensor: Tensor) -> None:
+        weights = tensor.mT if self._is_transposed else tensor.view(self._shape)
+        self._pack_all(weight if self._order is None else weight[self._order] for weight in weights)
+
+    def _fill_stored(self, weight: StoredWeight) -> None:
+        num_experts, out_width, _ = self._shape
+        starts = range(0, num_experts * out_width, out_width)
+        self._pack_all(
+            weight.rows(slice(start, start + out_width) if self._order is None else start + self._order)
+            for start in starts
+        )
+
+    def _pack_all(self, weights: Iterable[Tensor | StoredWeight]) -> None:
+        assert "bias" not in self.slots or self._biases[0] is not None, "biases come first"
+        self.runs = [self._pack(weight, bias) for weight, bias in zip(weights, self._biases, strict=True)]
+        self._biases = ()  # the packed layers have them
+
+
+def choose(
+    logits: Tensor, experts: spec.Experts, choice_bias: Tensor | None = None, expert_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the experts of each row and their scores, [T, C] of int64 and of float32.
+
+    Args:
+        logits: [T, X]; the scores grow with them, so the highest are chosen before anything is rounded again.
+        choice_bias, expert_scales: [X] of float32, as `experts` has them.
+    """
+    logits = logits.float()
+    if experts.logit_scale != 1.0:
+        logits *= experts.logit_scale
+    if choice_bias is None:
+        top, chosen = logits.topk(experts.num_chosen, -1)
+        scores = top.sigmoid() if experts.scoring == "sigmoid" else (top - logits.logsumexp(-1, keepdim=True)).exp()
+    else:
+        all_scores = logits.sigmoid() if experts.scoring == "sigmoid" else logits.softmax(-1)
+        chosen = (all_scores + choice_bias).topk(experts.num_chosen, -1).indices
+        scores = all_scores.gather(-1, chosen)
+    if experts.renormalised:
+        scores /= scores.sum(-1, keepdim=True) + experts.sum_eps
+    if experts.score_scale != 1.0:
+        scores *= experts.score_scale
+    return chosen, scores if expert_scales is None else scores * expert_scales[chosen]

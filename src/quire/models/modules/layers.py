@@ -1,0 +1,193 @@
+"""The layers of a decoder: blocks with their weights, and the kinds of inputs that a step gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.distributed.rank_group import RankGroup
+from quire.models.modules.blocks import (
+    AttentionBlock,
+    AttentionInputs,
+    GatedMLPBlock,
+    LearnedScale,
+    SelectedRows,
+    SharedAttentionBlock,
+)
+from quire.models.modules.experts import ExpertsBlock, MLPBesideExpertsBlock, make_ffn
+from quire.models.modules.norms import Norm
+from quire.models.modules.per_layer_inputs import PerLayerGate
+from quire.models.modules.projections import ResidualAdd
+from quire.models.modules.recurrent import GatedDeltaNetBlock, Mamba2Block, ShortConvBlock
+from quire.models.modules.weight_slots import WeightSlots, nested
+from quire.models.specs.rotations import Rope, Temperature
+from quire.models.specs.spec import Attention, GatedDeltaNet, Mamba2, Mixer, ModelSpec, Parallel, RMSNorm, ShortConv
+from quire.ops.interface.fused_layers import PackedAttention, PackedLayer, PackedRecurrence
+from quire.ops.interface.ops import Ops, Rotation
+
+# A cache group and, of attention, the rotation with the head dim, and the temperature.
+InputKind = tuple[int, tuple[Rope | None, int] | None, Temperature | None]
+
+
+class MixerBlock(Protocol):
+    """A mixer with its weights.
+
+    Attributes:
+        packed: the mixer as fused layers take it; None where it does more.
+        slots: slots of its weights.
+    """
+
+    slots: WeightSlots
+
+    @property
+    def packed(self) -> PackedAttention | PackedRecurrence | None: ...
+
+    def __call__(self, x: Tensor, residual: Tensor, inputs: Any, picked: SelectedRows | None = None, /) -> Tensor:
+        """Add to `residual` [T, E] what the mixer makes of `x` [T, E] and of what the step gives to its kind.
+
+        Where rows are picked, `residual` and result are [R, E].
+        """
+
+
+class Layer(NamedTuple):
+    """A layer with its weights.
+
+    Args:
+        mixer_norm: norm before the mixer.
+        mixers: parts of the mixer, each with the index of its kind of inputs.
+        ffn_norm: norm before the feed-forward part.
+        ffn: feed-forward part.
+        gate: addition of the layer's own inputs, if it has any.
+        scale: factor of the layer's result, if it has one.
+    """
+
+    mixer_norm: Norm
+    mixers: list[tuple[MixerBlock, int]]
+    ffn_norm: Norm
+    ffn: GatedMLPBlock | ExpertsBlock | MLPBesideExpertsBlock
+    gate: PerLayerGate | None
+    scale: LearnedScale | None
+
+
+def make_layer(
+    spec: ModelSpec,
+    idx: int,
+    inputs: Sequence[InputKind],
+    new_norm: Callable[[RMSNorm], Norm],
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: RankGroup | None = None,
+) -> tuple[Layer, WeightSlots]:
+    """Make a layer without weights, and the slots for these.
+
+    Args:
+        spec: specification of the model.
+        idx: index of the layer.
+        inputs: kinds of inputs that a step has.
+        new_norm: function that makes a norm of hidden states.
+        ops: kernels.
+        dtype: dtype of the model.
+        device: device of the weights.
+        ranks: ranks whose outputs of each half are summed; None for one.
+    """
+    layer, cache_positions = spec.layers[idx], spec.cache_positions[idx]
+    additions = [
+        ResidualAdd(None if layer.post_norm is None else new_norm(layer.post_norm), scale, ranks)
+        for scale in (layer.mixer_scale, layer.ffn_scale)
+    ]
+    if isinstance(layer.mixer, Parallel):
+        assert additions[0].norm is None, "mixers side by side are added as they are"
+        mixer_additions = [ResidualAdd(scale=additions[0].scale * scale, ranks=ranks) for scale in layer.mixer.scales]
+        names = [f"mixer.{part_idx}" for part_idx in range(len(layer.parts))]
+    else:
+        mixer_additions, names = additions[:1], ["mixer"]
+    mixers = [
+        _make_mixer(part, spec.width, layer_idx, addition, ops, dtype, device)
+        for part, (_, layer_idx), addition in zip(layer.parts, cache_positions, mixer_additions, strict=True)
+    ]
+    input_idxs = [inputs.index(input_kind(*part)) for part in zip(layer.parts, cache_positions, strict=True)]
+    mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
+    ffn = make_ffn(layer.ffn, spec.width, additions[1], ops, new_norm)
+    mixer_slots = {name: mixer.slots for name, mixer in zip(names, mixers, strict=True)}
+    slots = nested(mixer_norm=mixer_norm.slots, **mixer_slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
+    gate = scale = None
+    if spec.per_layer_inputs is not None:
+        gate = PerLayerGate(spec.per_layer_inputs, spec.width, new_norm(spec.per_layer_inputs.norm), ops)
+        slots |= nested(per_layer_gate=gate.slots)
+    if layer.learned_scale:
+        scale = LearnedScale()
+        slots |= nested(scale=scale.slots)
+    return Layer(mixer_norm, [*zip(mixers, input_idxs, strict=True)], ffn_norm, ffn, gate, scale), slots
+
+
+def _make_mixer(
+    mixer: Mixer,
+    width: int,
+    layer_idx: int,
+    addition: ResidualAdd,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> MixerBlock:
+    arguments = (width, layer_idx, addition, ops)
+    match mixer:
+        case Attention():
+            block = AttentionBlock if mixer.source is None else SharedAttentionBlock
+            return block(mixer, *arguments, dtype, device)
+        case ShortConv():
+            return ShortConvBlock(mixer, *arguments, device)
+        case Mamba2():
+            return Mamba2Block(mixer, *arguments, device)
+        case GatedDeltaNet():
+            return GatedDeltaNetBlock(mixer, *arguments, device)
+
+
+def packed_layers(
+    spec: ModelSpec,
+    layers: Sequence[Layer],
+    inputs: Sequence[InputKind],
+    rotations: Sequence[tuple[Rope | None, int]],
+) -> list[PackedLayer] | None:
+    """Return layers as fused layers take them; None where one has other parts or does more.
+
+    Args:
+        spec: specification of the model.
+        layers: layers with their weights.
+        inputs: kinds of inputs that a step has.
+        rotations: rotations that a step has, with their head dims.
+    """
+    packed = []
+    for layer, ((group_idx, layer_idx), *_) in zip(layers, spec.cache_positions, strict=True):
+        mixer_norm, ((block, input_idx), *others), ffn_norm, ffn_block, gate, scale = layer
+        _, rope_key, temperature = inputs[input_idx]
+        mixer, ffn = block.packed, ffn_block.packed
+        if mixer is None or ffn is None or others or gate or scale or temperature is not None:
+            return None
+        rotation_idx = 0 if rope_key is None else rotations.index(rope_key)
+        norms = mixer_norm.row_norm, ffn_norm.row_norm
+        packed.append(PackedLayer(norms[0], mixer, group_idx, layer_idx, rotation_idx, norms[1], ffn))
+    return packed
+
+
+def make_input(
+    kind: InputKind,
+    steps: Mapping[int, Any] | Sequence[Any],
+    rotations: Mapping[tuple[Rope | None, int], Rotation],
+    scales: Mapping[Temperature, Tensor],
+) -> Any:
+    """Return what a step gives to mixers of a kind: of its group's step, its rotations and its queries' scales."""
+    group_idx, rope_key, temperature = kind
+    if rope_key is None:
+        return steps[group_idx]
+    return AttentionInputs(rotations[rope_key], steps[group_idx], None if temperature is None else scales[temperature])
+
+
+def input_kind(mixer: Mixer, cache_position: tuple[int, int]) -> InputKind:
+    """Return what mixers that are given the same each step have in common."""
+    if not isinstance(mixer, Attention):
+        return cache_position[0], None, None
+    return cache_position[0], (mixer.rope, mixer.head_dim), mixer.temperature

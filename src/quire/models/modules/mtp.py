@@ -1,0 +1,98 @@
+"""The head for multi-token prediction (MTP): one more layer, which guesses the token after the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.distributed.rank_group import greatest
+from quire.models.modules.blocks import OutputRows
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.norms import Norm
+from quire.models.modules.projections import Projection
+from quire.models.modules.weight_slots import WeightTable, nested
+from quire.models.specs.spec import ModelSpec
+from quire.ops.interface.ops import AttentionBatch, PagedKV, PagedStates, StateBatch
+
+
+class MTPHead(Decoder):
+    """An MTP head over paged memory.
+
+    ```
+     token x[i]              -> embedding -> norm -+
+                                                   +-> input [2E -> E] -> layer -> norm -> output head -> x[i + 1]
+     hidden state h[i - 1]   ----------->    norm -+                           |
+                                                                               +-> in place of h[i], for x[i + 2]
+    ```
+
+    The pair of `x[i]` and `h[i - 1]` lies in the slot of `x[i]`, so that a block depends on no token behind it. The
+    first token of a sequence has zeros for a hidden state.
+
+    Args:
+        target: decoder with all its weights, whose hidden states are read; embedding and output head are shared, and
+            of ranks, the layer is divided as its layers are.
+        spec: specification of the head (`ModelSpec.is_mtp`); of ranks, of this one's part.
+
+    Source: multi-token prediction, DeepSeek-V3 technical report, arXiv 2412.19437.
+    """
+
+    def __init__(self, target: Decoder, spec: ModelSpec) -> None:
+        device = target.device
+        super().__init__(spec, ops=target.ops, dtype=target.dtype, device=device, ranks=target._ranks)
+        self._embedding, self._target_norm, self._head = target._embedding, target._norm, target._head
+        # Inputs of the layer are given for all rows: they need no look-up, and no sum of ranks.
+        self._embed, self._look_up = self._look_up, self._no_rows
+        self._embedding_norm, self._hidden_norm = (
+            Norm(spec.norm, spec.width, target.ops, target.dtype, device) for _ in range(2)
+        )
+        self._input = Projection(2 * spec.width, spec.width, False, target.ops)
+        own = nested(
+            embedding_norm=self._embedding_norm.slots, hidden_norm=self._hidden_norm.slots, input=self._input.slots
+        )
+        own |= {name: slot for name, slot in self.weights.slots.items() if name != "embedding.weight"}
+        self.weights = WeightTable(nested(mtp=own), target.dtype, device, self._fuse)
+
+    def _no_rows(self, input_ids: Tensor) -> Tensor:
+        return torch.empty(len(input_ids), self.spec.width, dtype=self.dtype, device=self.device)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return hidden states of the target [T, E] after its last norm: so the head reads them."""
+        return self._target_norm(hidden)
+
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        groups: Sequence[AttentionBatch | StateBatch],
+        storages: Sequence[PagedKV | PagedStates],
+        hidden: Tensor,
+        given: tuple[Tensor, Tensor] | None = None,
+        output_rows: OutputRows | None = None,
+    ) -> Tensor:
+        """Run the head over a step's rows; keys and values are stored on the way.
+
+        Args:
+            input_ids, positions, groups, storages, given, output_rows: see `Decoder`; group and storage of the hidden
+                states are left out.
+            hidden: [T, E], for each row the normed hidden state of the token before it.
+
+        Returns:
+            Normed hidden states, [T, E]; where `output_rows` are given, [R, E].
+        """
+        embedded = self._embed(input_ids)
+        if given is not None:
+            embedded = embedded.index_copy(0, *given)
+        pairs = torch.cat([self._embedding_norm(embedded), self._hidden_norm(hidden)], -1)
+        rows = torch.arange(len(pairs), device=pairs.device)
+        x = self(input_ids, positions, groups, storages, (rows, self._input.run(pairs)), output_rows)
+        return self._norm(x) if len(x) else x
+
+    def predict(self, normed: Tensor) -> Tensor:
+        """Return the likeliest tokens [R, C] after each normed hidden state [R, E] of the head; ranks get the same."""
+        logits, ranks = self._head.run(normed), self._ranks
+        count = self.num_draft_choices
+        if ranks is not None:
+            return ranks.agreed_likeliest(logits.float(), self._widths, count)
+        return greatest(logits, count)[1]

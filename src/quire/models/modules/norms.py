@@ -1,0 +1,52 @@
+"""Norms with a learned scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.models.modules.weight_slots import WeightSlot, WeightSlots
+from quire.models.specs import spec
+from quire.ops.interface.fused_layers import RowNorm
+from quire.ops.interface.ops import Ops
+
+
+class Norm:
+    """Root mean square norm with a learned scale.
+
+    Attributes:
+        slots: "weight".
+    """
+
+    __slots__ = ("_eps", "_rms_norm", "_scale", "slots")
+
+    def __init__(self, norm: spec.RMSNorm, width: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        self._eps = norm.eps
+        self._rms_norm = ops.rms_norm
+        self._scale = unit_scale(norm, (width,), dtype, device)
+        self.slots: WeightSlots = {"weight": scale_slot(norm, self._scale, (width,))}
+
+    @property
+    def row_norm(self) -> RowNorm:
+        """Scales and epsilon."""
+        return RowNorm(self._scale, self._eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise [T, E]."""
+        return self._rms_norm(x, self._scale, self._eps)
+
+
+def unit_scale(norm: spec.RMSNorm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a norm's scale of ones: of float32 where it is a sum with 1 or applied so, else of the model's dtype."""
+    return torch.ones(shape, dtype=torch.float32 if norm.zero_centred or norm.wide else dtype, device=device)
+
+
+def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...], order: Tensor | None = None) -> WeightSlot:
+    """Say how a norm's weight of `shape` becomes its scale, in another order if one is given."""
+
+    def fill(weight: Tensor) -> None:
+        scale.copy_(weight if order is None else weight[order])
+        if norm.zero_centred:
+            scale.add_(1.0)
+
+    return WeightSlot(shape, fill)

@@ -1,0 +1,163 @@
+"""The decoder of a stage: hidden states come from the stage before, and go to the one behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.distributed.pipeline import MAX_MESSAGE_BYTES, PipelineGroup
+from quire.errors import ConfigError
+from quire.models.modules.blocks import OutputRows
+from quire.models.modules.decoder import Decoder
+from quire.models.modules.weight_slots import WeightTable
+from quire.models.specs.sharding import Split, shard_spec, share_of, splits_of
+from quire.models.specs.spec import ModelSpec, WeightMap
+from quire.models.specs.stage_spec import Stage, StageSpec, divide, stage_spec, stage_weights
+from quire.ops.interface.lora import LoraRows
+from quire.ops.interface.ops import AttentionBatch, Ops, PagedKV, PagedStates, StateBatch
+
+
+class StagePart(NamedTuple):
+    """The part of a model in stages that a rank has.
+
+    Args:
+        stage: its stage.
+        spec: specification of the layers of the stage; of this rank's part, where others share the stage.
+        weight_map: see `stage_weights`.
+        splits: parts of weights that are read, by their names in the stage; all others are read whole.
+    """
+
+    stage: Stage
+    spec: StageSpec
+    weight_map: WeightMap
+    splits: dict[str, Split]
+
+
+def part_of(spec: ModelSpec, weight_map: WeightMap, group: PipelineGroup) -> StagePart:
+    """Return what this rank has of a model.
+
+    Args:
+        spec: specification of the whole model.
+        weight_map: weight map of the whole model.
+        group: ranks of the stages.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    stages, share = divide(spec, group.grid.num_stages), share_of(group.tensor)
+    stage, shares = stages[group.stage], None if group.tensor is None else splits_of(spec, share)
+    own_spec = stage_spec(shard_spec(spec, share), stages, stage.idx)
+    return StagePart(stage, own_spec, *stage_weights(spec, stage, weight_map, shares))
+
+
+class StageDecoder(Decoder):
+    """The layers of a stage over paged memory.
+
+    ```
+     first stage     tokens -> embedding -> layers -- hidden [T, E] -->
+     between                              -- [T, E] --> layers -- [T, E] -->
+     last stage                           -- [T, E] --> layers -> rows that are sampled -> norm, head
+    ```
+
+    With per-layer inputs, the embeddings [T, E] travel beside the hidden states: each stage makes those of its layers.
+    Where tensor parallel ranks share a stage, each has a part of every layer of it, and all have the hidden states.
+
+    Args:
+        part: part of the model that this rank has.
+        group: ranks of the stages.
+    """
+
+    def __init__(
+        self, part: StagePart, *, ops: Ops, dtype: torch.dtype, device: torch.device, group: PipelineGroup
+    ) -> None:
+        stage, spec = part.stage, part.spec
+        super().__init__(spec, ops=ops, dtype=dtype, device=device, ranks=group.tensor)
+        self._stage, self._group = stage, group
+        self._embeddings: Tensor | None = None
+        self._num_sent, self._make_inputs = 1, self._per_layer_inputs
+        if not stage.is_first:
+            self._look_up = self._receive
+            self._embedding_scale = 1.0  # what comes is scaled
+        if self._make_inputs is not None:
+            self._num_sent, self._per_layer_inputs = 2, self._make_own_inputs
+        if not stage.is_last:
+            self._head.run = no_head
+        slots = {name: slot for name, slot in self.weights.slots.items() if stage.has(name, is_tied=spec.tied_head)}
+        self.weights = WeightTable(slots, dtype, device, self._fuse)
+
+    def _receive(self, input_ids: Tensor) -> Tensor:
+        """Return the hidden states [T, E] that the stage before has computed for tokens [T]."""
+        received = self._group.receive((self._num_sent, len(input_ids), self.spec.width), self.dtype)
+        if self._num_sent > 1:
+            self._embeddings = received[1]
+        return received[0]
+
+    def _make_own_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor:
+        """Return what the layers of this stage are told, [T, layers, P]; see `PerLayerEmbedding`."""
+        if self._stage.is_first:
+            self._embeddings = x
+        assert self._embeddings is not None, "embeddings come with hidden states"
+        assert self._make_inputs is not None
+        return self._make_inputs(input_ids, self._embeddings)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        groups: Sequence[AttentionBatch | StateBatch],
+        storages: Sequence[PagedKV | PagedStates],
+        given: tuple[Tensor, Tensor] | None = None,
+        output_rows: OutputRows | None = None,
+        adapters: tuple[LoraRows, LoraRows | None] | None = None,
+    ) -> Tensor:
+        """Run the layers of this stage; see `Decoder`. Other stages than the last one compute and send all rows."""
+        assert given is None, "embeddings of media do not travel"
+        rows = output_rows if self._stage.is_last else None
+        if adapters is not None and rows is None:
+            adapters = adapters[0], None
+        x = super().__call__(input_ids, positions, groups, storages, None, rows, adapters)
+        if not self._stage.is_last:
+            parts = [x] if self._embeddings is None else [x, self._embeddings]
+            self._group.send(torch.stack(parts))
+        self._embeddings = None
+        return x
+
+    def check_step(self, max_num_batched_tokens: int) -> None:
+        """Check that the hidden states of every step can be sent.
+
+        Raises:
+            ConfigError: those of `max_num_batched_tokens` tokens are too large.
+        """
+        limit = MAX_MESSAGE_BYTES // (self._num_sent * self.spec.width * self.dtype.itemsize)
+        if max_num_batched_tokens > limit:
+            raise ConfigError(
+                f"max_num_batched_tokens must be at most {limit} with pipeline_parallel_size above 1, got "
+                f"{max_num_batched_tokens}: the hidden states of a step are sent as one message",
+                field="max_num_batched_tokens",
+            )
+
+    @property
+    def is_follower(self) -> bool:
+        """True on all ranks but 0, on which tokens are drawn."""
+        return not self._stage.is_last or super().is_follower
+
+    def serve_head(self) -> None:
+        """See `Decoder`; other stages than the last one have no part of the head."""
+        if self._stage.is_last:
+            super().serve_head()
+
+    def _fuse(self) -> None:
+        super()._fuse()
+        # A tied matrix is laid out for look-ups and for products; where these are two tensors, one is of no use here.
+        if not self._stage.is_first:
+            vars(self._embedding).pop("look_up", None)
+        if not self._stage.is_last:
+            self._head.run, self._fused_head = no_head, None
+
+
+def no_head(x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Stand for the output head where another stage has it."""
+    raise AssertionError("another stage has the output head", x.shape, residual)

@@ -1,0 +1,1 @@
+"""Models as values: nothing here holds a tensor."""

@@ -1,0 +1,237 @@
+"""The number of parameters of a model and their bytes, from its `ModelSpec`: matrices only.
+
+Norms, biases and convolution taps are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Final, NamedTuple
+
+from quire.config import Quantization
+from quire.models.specs.spec import (
+    FFN,
+    Attention,
+    Experts,
+    GatedDeltaNet,
+    GatedMLP,
+    LayerSpec,
+    Mamba2,
+    Mixer,
+    MLPBesideExperts,
+    ModelSpec,
+    ShortConv,
+)
+
+# Bytes of one quantised weight, scales included: of a matrix in the layers, and of the output head.
+QUANTISED_BYTES: Final[Mapping[Quantization, tuple[Fraction, Fraction]]] = {
+    "int8": (Fraction(17, 16), Fraction(17, 16)),
+    "int4": (Fraction(9, 16), Fraction(13, 16)),
+}
+# Quantised weights have a scale of bfloat16 for so many inputs.
+GROUP: Final = 32
+
+# Bytes of a weight of experts that a checkpoint stores in MXFP4.
+MXFP4_BYTES: Final = Fraction(9, 16)
+
+
+class Matrix(NamedTuple):
+    """The weights of equal linear layers.
+
+    Args:
+        num_rows: number of outputs of all these layers together.
+        width: number of inputs of each.
+        min_bits: fewest bits to which a weight is rounded.
+        is_expert: whether they are projections of experts.
+    """
+
+    num_rows: int
+    width: int
+    min_bits: int = 4
+    is_expert: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return self.num_rows * self.width
+
+    def triton_bytes(self, element_bytes: int, quantization: Quantization | None) -> int:
+        """Return the bytes of the weights with Triton's kernels, scales included."""
+        if quantization is None:
+            return self.size * element_bytes
+        is_paired = max(self.min_bits, 4 if quantization == "int4" else 8) == 4
+        num_groups = -(-self.width // GROUP)
+        if is_paired:
+            num_groups += num_groups % 2  # pairs of groups share bytes
+        # A code of six bits takes a byte.
+        return self.num_rows * num_groups * (GROUP * (4 if is_paired else 8) // 8 + 2)
+
+
+class ParameterCounts(NamedTuple):
+    """The parameters of the language model; vision and audio encoders are not counted.
+
+    Args:
+        tables: parameters of the embedding tables.
+        head: parameters of the output head, which is the embedding table where it is tied.
+        is_tied: whether the head is tied.
+        projections: parameters of all other matrices.
+        experts: parameters of the projections of experts, which are among these.
+    """
+
+    tables: int
+    head: int
+    is_tied: bool
+    projections: int
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        """Number of parameters; a tied head is counted once."""
+        return self.tables + (0 if self.is_tied else self.head) + self.projections
+
+    def num_bytes(self, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False) -> int:
+        """Return the bytes of the weights; a quantised head is stored separately from the embedding table.
+
+        Args:
+            is_mxfp4: the experts are stored in MXFP4, and are kept so.
+        """
+        if is_mxfp4:
+            others = self._replace(projections=self.projections - self.experts, experts=0)
+            return others.num_bytes(element_bytes, quantization) + int(self.experts * MXFP4_BYTES)
+        if quantization is None:
+            return self.total * element_bytes
+        projection_bytes, head_bytes = QUANTISED_BYTES[quantization]
+        return self.tables * element_bytes + int(self.head * head_bytes) + int(self.projections * projection_bytes)
+
+
+def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
+    """Estimate the parameters of a model."""
+    embedding = _embedding_size(spec)
+    matrices = list(_projections(spec))
+    return ParameterCounts(
+        tables=embedding + _per_layer_table_size(spec),
+        head=embedding,
+        is_tied=spec.tied_head,
+        projections=sum(matrix.size for matrix in matrices),
+        experts=sum(matrix.size for matrix in matrices if matrix.is_expert),
+    )
+
+
+def smaller_forms(quantization: Quantization | None) -> tuple[Quantization, ...]:
+    """Return the forms of quantised weights that take fewer bytes than a given one, largest first."""
+    forms = tuple(QUANTISED_BYTES)
+    return forms if quantization is None else forms[1 + forms.index(quantization) :]
+
+
+def weight_bytes(
+    spec: ModelSpec, element_bytes: int, quantization: Quantization | None, device: str, *, is_mxfp4: bool = False
+) -> int:
+    """Return about how many bytes the weights of a model take.
+
+    Args:
+        spec, element_bytes, quantization, is_mxfp4: see `triton_bytes`.
+        device: "cpu", or "cuda" for Triton's kernels.
+    """
+    if device == "cuda":
+        return triton_bytes(spec, element_bytes, quantization, is_mxfp4=is_mxfp4)
+    return estimate_parameters(spec).num_bytes(element_bytes, quantization, is_mxfp4=is_mxfp4)
+
+
+def triton_bytes(
+    spec: ModelSpec, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False
+) -> int:
+    """Return the bytes of a model's weights with Triton's kernels, which lay rounded ones out in their own way.
+
+    Args:
+        spec: specification of the model.
+        element_bytes: bytes of an element of the weights' dtype.
+        quantization: rounding of the weights of linear layers; a rounded head is there beside a tied table.
+        is_mxfp4: see `ParameterCounts.num_bytes`.
+    """
+    if quantization is None:
+        return estimate_parameters(spec).num_bytes(element_bytes, None, is_mxfp4=is_mxfp4)
+    tables = _embedding_size(spec) + _per_layer_table_size(spec)
+    head = Matrix(_embedding_size(spec) // spec.width, spec.width, min_bits=6)
+    return tables * element_bytes + sum(
+        int(matrix.size * MXFP4_BYTES)
+        if is_mxfp4 and matrix.is_expert
+        else matrix.triton_bytes(element_bytes, quantization)
+        for matrix in (head, *_projections(spec))
+    )
+
+
+def layer_parameters(layer: LayerSpec, width: int) -> int:
+    """Return the parameters of a layer of a model of some width."""
+    return sum(matrix.size for matrix in _layer(layer, width))
+
+
+def _embedding_size(spec: ModelSpec) -> int:
+    return 0 if spec.is_mtp else spec.vocab_size * spec.width
+
+
+def _per_layer_table_size(spec: ModelSpec) -> int:
+    inputs = spec.per_layer_inputs
+    return 0 if inputs is None else inputs.vocab_size * len(spec.layers) * inputs.width
+
+
+def _projections(spec: ModelSpec) -> Iterator[Matrix]:
+    """Yield all matrices but tables and the head."""
+    for layer in spec.layers:
+        yield from _layer(layer, spec.width)
+    if spec.is_mtp:
+        yield Matrix(spec.width, 2 * spec.width)
+    if spec.per_layer_inputs is not None:
+        # One projection of the embedding; a gate and a projection in each layer.
+        columns = len(spec.layers) * spec.per_layer_inputs.width
+        yield Matrix(2 * columns, spec.width)
+        yield Matrix(len(spec.layers) * spec.width, spec.per_layer_inputs.width)
+
+
+def _layer(layer: LayerSpec, width: int) -> Iterator[Matrix]:
+    for part in layer.parts:
+        yield from _mixer(part, width)
+    yield from _ffn(layer.ffn, width)
+
+
+def _mixer(mixer: Mixer, width: int) -> Iterator[Matrix]:
+    match mixer:
+        case Attention():
+            # The output gate is as large as the queries.
+            num_heads = mixer.num_heads * (2 if mixer.output_gate else 1)
+            num_kv_heads = 0 if mixer.source is not None else 2 * mixer.num_kv_heads
+            yield Matrix((num_heads + num_kv_heads) * mixer.head_dim, width)
+            yield Matrix(width, mixer.num_heads * mixer.head_dim)
+        case ShortConv():
+            yield Matrix(3 * mixer.num_channels, width)
+            yield Matrix(width, mixer.num_channels)
+        case Mamba2():
+            # Gate, convolution input and step sizes.
+            yield Matrix(mixer.inner + mixer.num_channels + mixer.num_heads, width, min_bits=8)
+            yield Matrix(width, mixer.inner)
+        case GatedDeltaNet():
+            # Convolution input, output gate and two gates for each head.
+            yield Matrix(mixer.num_channels + mixer.inner + 2 * mixer.num_value_heads, width, min_bits=8)
+            yield Matrix(width, mixer.inner)
+
+
+def _ffn(ffn: FFN, width: int) -> Iterator[Matrix]:
+    match ffn:
+        case GatedMLP():
+            yield from _gated(ffn.width, width)
+        case Experts():
+            yield Matrix(ffn.num_experts, width, min_bits=8)
+            yield from _gated(ffn.width, width, ffn.num_local, is_expert=True)
+            if ffn.shared_width:
+                yield from _gated(ffn.shared_width, width)
+                if ffn.shared_gate:
+                    yield Matrix(1, width, min_bits=8)
+        case MLPBesideExperts():
+            yield from _ffn(ffn.mlp, width)
+            yield from _ffn(ffn.experts, width)
+
+
+def _gated(ffn_width: int, width: int, count: int = 1, *, is_expert: bool = False) -> Iterator[Matrix]:
+    """Yield gates and ups, and what comes after them, of `count` gated MLPs."""
+    yield Matrix(count * 2 * ffn_width, width, is_expert=is_expert)
+    yield Matrix(count * width, ffn_width, is_expert=is_expert)

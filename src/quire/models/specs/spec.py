@@ -1,0 +1,354 @@
+"""Models as values: a `ModelSpec` says what a decoder computes; nothing here holds a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from quire.models.specs.norm_spec import RMSNorm as RMSNorm
+from quire.models.specs.recurrent_spec import GatedDeltaNet as GatedDeltaNet
+from quire.models.specs.recurrent_spec import Mamba2 as Mamba2
+from quire.models.specs.recurrent_spec import ShortConv as ShortConv
+from quire.models.specs.recurrent_spec import StateCacheShape as StateCacheShape
+from quire.models.specs.rotations import LongRopeScaling, Rope, Temperature
+
+if TYPE_CHECKING:  # planning reads configurations without torch
+    from quire.ops.interface.ops import Activation
+
+
+class TokenCacheShape(NamedTuple):
+    """The cache of a token in an attention layer; layers with equal ones are one group.
+
+    Args:
+        num_kv_heads, head_dim: the shape of one token's keys.
+        window: tokens that a token sees, itself included; None for all before it.
+        chunk: tokens of the chunk that a token sees no further than; None for no chunks.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Causal attention, query heads in groups that share a KV head.
+
+    Args:
+        rope: rotation of queries and keys; None for none.
+        qk_norm: norm of each query and key head before the rotation, or None.
+        value_norm: values are divided by their root mean square, with the epsilon of `qk_norm`.
+        qkv_bias, output_bias: whether the projections add a learned bias.
+        window: tokens that a token sees, itself included; None for all before it.
+        chunk: chunks start at multiples of these tokens, and a token sees its own, up to itself; None for no chunks.
+        score_scale: factor of scores before the softmax; None for `head_dim ** -0.5`.
+        source: the earlier layer whose keys and values are read; None for the layer's own.
+        output_gate: True where the output is multiplied by the sigmoid of gates, which are projected with the queries.
+        temperature: factor of queries after norm and rotation; None for none.
+        sinks: whether each query head has a learned sink: one more score in its softmax, without a value.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax; None leaves them.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    qk_norm: RMSNorm | None = None
+    value_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    score_scale: float | None = None
+    source: int | None = None
+    output_gate: bool = False
+    temperature: Temperature | None = None
+    sinks: bool = False
+    soft_cap: float | None = None
+
+    def for_context(self, length: int) -> Attention:
+        """Return the layer of a model that serves contexts of at most `length` tokens: see `LongRopeScaling`."""
+        if self.rope is None or not isinstance(self.rope.scaling, LongRopeScaling):
+            return self
+        scaling = replace(self.rope.scaling, is_long=length > self.rope.scaling.original_max_position)
+        return replace(self, rope=replace(self.rope, scaling=scaling))
+
+    @property
+    def cache(self) -> TokenCacheShape | None:
+        """Cache of a layer: keys and values of the tokens that it still sees; None where it reads another layer's."""
+        cache = TokenCacheShape(self.num_kv_heads, self.head_dim, self.window, self.chunk)
+        return cache if self.source is None else None
+
+
+Mixer = Attention | ShortConv | Mamba2 | GatedDeltaNet
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Mixers side by side: each sees the same rows, and what they give is multiplied by their scales and added.
+
+    Args:
+        parts: the mixers.
+        scales: one for each part.
+    """
+
+    parts: tuple[Mixer, ...]
+    scales: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """`down(activation(gate_scale * gate(x)) * up(x))`.
+
+    Args:
+        width: columns of gate and up.
+        bias: whether all three projections add a learned bias.
+        activation: activation of the gate.
+        gate_scale: factor of the gate before its activation.
+    """
+
+    width: int
+    bias: bool = False
+    activation: Activation = "silu"
+    gate_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Gated MLPs, of which each token goes through a few: those to which a linear router gives the highest logits.
+
+    Args:
+        num_experts: X.
+        num_chosen: C, experts of a token.
+        width: columns of an expert's gate and up.
+        scoring: function from logits to scores: softmax over all experts, or sigmoid.
+        renormalised: the chosen scores are divided by their sum.
+        scaled_input: scores multiply what experts see, instead of what they give.
+        shared_width: columns of one more expert, which every token goes through as it is; 0 for none.
+        activation: activation of the gates.
+        transposed: experts are stored as [X, in, out], instead of as the rows of linear layers.
+        shared_gate: the shared expert's output is multiplied by the sigmoid of a gate of its own.
+        choice_bias: a learned bias of each expert is added to the scores by which experts are chosen, to no others.
+        sum_eps: added to the sum that scores are divided by.
+        score_scale: factor of the scores at last.
+        expert_scales: whether each expert has a learned factor of its score.
+        router_norm: norm of the router's input alone; None for none.
+        logit_scale: factor of the router's logits.
+        bias: whether the router and the projections of experts add a learned bias.
+        interleaved: gate and up alternate in what is stored of an expert's first projection.
+        parameters: layout of an expert in the parameters that transformers has of all, whatever the checkpoint has:
+            "rows" [out, in], "columns" [in, out], or "alternating" [in, out], where gate and up take turns.
+        local: first expert that this rank computes, and the one after the last; None for all.
+
+    Source: sparsely gated experts, arXiv 1701.06538.
+    """
+
+    num_experts: int
+    num_chosen: int
+    width: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalised: bool = False
+    scaled_input: bool = False
+    shared_width: int = 0
+    activation: Activation = "silu"
+    transposed: bool = False
+    shared_gate: bool = False
+    choice_bias: bool = False
+    sum_eps: float = 0.0
+    score_scale: float = 1.0
+    expert_scales: bool = False
+    router_norm: RMSNorm | None = None
+    logit_scale: float = 1.0
+    bias: bool = False
+    interleaved: bool = False
+    parameters: Literal["rows", "columns", "alternating"] = "rows"
+    local: tuple[int, int] | None = None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First expert that this rank computes, and the one after the last."""
+        return (0, self.num_experts) if self.local is None else self.local
+
+    @property
+    def num_local(self) -> int:
+        """Number of experts that this rank computes."""
+        first, end = self.bounds
+        return end - first
+
+
+@dataclass(frozen=True, slots=True)
+class MLPBesideExperts:
+    """A gated MLP and experts side by side: `norm(mlp(x)) + norm(experts(norm(residual)))`, each norm another.
+
+    Args:
+        mlp: sees what the layer's norm gives.
+        experts: see the residual through a norm of their own; their router sees the residual.
+        norm: norm of the experts' input, and of either output.
+
+    Source: Gemma 4 with experts.
+    """
+
+    mlp: GatedMLP
+    experts: Experts
+    norm: RMSNorm
+
+
+FFN = GatedMLP | Experts | MLPBesideExperts
+
+
+def experts_of(ffn: FFN) -> Experts | None:
+    """Return the experts of an FFN, or None."""
+    return ffn.experts if isinstance(ffn, MLPBesideExperts) else ffn if isinstance(ffn, Experts) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: `x += mixer_scale * post_norm(mixer(norm(x)))`, then the same with the FFN.
+
+    Args:
+        norm: norm before the mixer, and before the FFN.
+        mixer, ffn: the two halves.
+        post_norm: norm of the mixer's output, and of the FFN's; None for none, as with mixers in parallel.
+        mixer_scale, ffn_scale: factors of these outputs before they are added.
+        learned_scale: whether `x` is multiplied by a learned number at the end.
+    """
+
+    norm: RMSNorm
+    mixer: Mixer | Parallel
+    ffn: FFN
+    post_norm: RMSNorm | None = None
+    mixer_scale: float = 1.0
+    ffn_scale: float = 1.0
+    learned_scale: bool = False
+
+    @property
+    def parts(self) -> tuple[Mixer, ...]:
+        """The mixers, each of which keeps something of its own or reads what another layer's keeps."""
+        return self.mixer.parts if isinstance(self.mixer, Parallel) else (self.mixer,)
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputs:
+    """Per-layer inputs: P values of each token for every layer, besides the hidden state.
+
+    They are `sqrt(1 / 2) * (norm(projection(e) / sqrt(E)) + sqrt(P) * table[token])`, `e` being the token's embedding.
+    After its FFN, a layer takes them in: `x += norm(projection(activation(gate(x)) * told))`.
+
+    Args:
+        vocab_size: rows of the table.
+        width: P.
+        norm: norm of both.
+        activation: activation of the gate.
+
+    Source: per-layer embeddings of Gemma 3n.
+    """
+
+    vocab_size: int
+    width: int
+    norm: RMSNorm
+    activation: Activation
+
+
+class LayerGroup(NamedTuple):
+    """Layers that keep the same, and so share one block table; a layer with mixers side by side is in several groups.
+
+    Args:
+        num_layers: layers of the group; a block holds all of them.
+        cache: cache of each layer, of every token or of the sequence.
+    """
+
+    num_layers: int
+    cache: TokenCacheShape | StateCacheShape
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder-only language model.
+
+    Args:
+        vocab_size: rows of the embedding and of the head.
+        width: E, the size of a hidden state.
+        layers: layers, from the embedding upwards.
+        norm: norm before the head.
+        tied_head: the head is the embedding.
+        max_position: the longest context that the model was made for, in tokens.
+        embedding_scale: factor of embeddings, rounded to their dtype first; the head is not scaled.
+        logit_scale: factor of logits.
+        logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
+        per_layer_inputs: inputs of every layer besides the hidden state, or None.
+        mtp: layer of the checkpoint's head for multi-token prediction (MTP); None without one.
+        is_mtp: True where the model is such a head: it sees a hidden state beside each token, keeps the last one of a
+            sequence, and has the embedding and the output head of another model.
+    """
+
+    vocab_size: int
+    width: int
+    layers: tuple[LayerSpec, ...]
+    norm: RMSNorm
+    tied_head: bool
+    max_position: int
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    per_layer_inputs: PerLayerInputs | None = None
+    mtp: LayerSpec | None = None
+    is_mtp: bool = False
+
+    def for_context(self, length: int) -> ModelSpec:
+        """Return the model as it serves contexts of at most `length` tokens."""
+        layers = (
+            replace(layer, mixer=layer.mixer.for_context(length)) if isinstance(layer.mixer, Attention) else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def has_long_factors(self) -> bool:
+        """True where keys are rotated by the long factors of a LongRoPE scaling."""
+        ropes = (part.rope for layer in self.layers for part in layer.parts if isinstance(part, Attention))
+        return any(rope and isinstance(rope.scaling, LongRopeScaling) and rope.scaling.is_long for rope in ropes)
+
+    @property
+    def last_cached_layer(self) -> int:
+        """The last layer with a cache, -1 for none; after its mixer, only output rows are computed."""
+        keeping = (any(part.cache is not None for part in layer.parts) for layer in self.layers)
+        return max((idx for idx, is_keeping in enumerate(keeping) if is_keeping), default=-1)
+
+    @property
+    def cache_groups(self) -> tuple[LayerGroup, ...]:
+        """The cache groups in the order of their first layers, those of tokens before those of states."""
+        cache = [mixer.cache for layer in self.layers for mixer in layer.parts if mixer.cache is not None]
+        kinds = sorted(dict.fromkeys(cache), key=lambda each: isinstance(each, StateCacheShape))
+        groups = tuple(LayerGroup(cache.count(each), each) for each in kinds)
+        return (*groups, LayerGroup(1, StateCacheShape(1, self.width))) if self.is_mtp else groups
+
+    @property
+    def cache_positions(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each layer and each of its parts, the cache group and the place in it.
+
+        Of a part that reads another layer's cache, those of that layer's part which keeps the same.
+        """
+        kinds: list[TokenCacheShape | StateCacheShape | None] = [group.cache for group in self.cache_groups]
+        filled = [0] * len(kinds)
+        positions: list[tuple[tuple[int, int], ...]] = []
+        for layer in self.layers:
+            parts = []
+            for mixer in layer.parts:
+                if isinstance(mixer, Attention) and mixer.source is not None:
+                    wanted = replace(mixer, source=None).cache
+                    position = next(
+                        (position for position in positions[mixer.source] if kinds[position[0]] == wanted), None
+                    )
+                    assert position is not None, "a cache of another shape"
+                    parts.append(position)
+                    continue
+                group_idx = kinds.index(mixer.cache)
+                parts.append((group_idx, filled[group_idx]))
+                filled[group_idx] += 1
+            positions.append(tuple(parts))
+        return tuple(positions)
+
+
+# Decoder weight name -> names of the checkpoint's tensors that make it up, concatenated on dimension 0.
+WeightMap = dict[str, tuple[str, ...]]

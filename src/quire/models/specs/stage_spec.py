@@ -1,0 +1,208 @@
+"""Pipeline parallelism as data: the layers of each stage, the weights that it reads, and the caches that it keeps.
+
+A stage has consecutive layers. The first one also has the embedding, the last one the last norm and the output head; a
+tied matrix is on both. A layer that reads the cache of an earlier one is in the same stage as that.
+
+Scheduler and memory manager are the same on all ranks, so a block table has the same groups everywhere: a stage keeps a
+block of each cache group of the model, with as many layers as the stage with most of them has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from quire.errors import ConfigError
+from quire.models.specs.parameter_estimate import layer_parameters
+from quire.models.specs.sharding import Split
+from quire.models.specs.spec import Attention, LayerGroup, LayerSpec, Mixer, ModelSpec, Parallel, WeightMap
+
+# Beginning of the names of weights that other stages have.
+ELSEWHERE = "elsewhere."
+
+
+class Stage(NamedTuple):
+    """A part of a model.
+
+    Args:
+        idx: number of the stage.
+        size: number of stages.
+        first, end: its layers are those from `first` up to `end`.
+    """
+
+    idx: int
+    size: int
+    first: int
+    end: int
+
+    @property
+    def is_first(self) -> bool:
+        """True where tokens come in, and are embedded."""
+        return self.idx == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True where logits are computed."""
+        return self.idx == self.size - 1
+
+    def has(self, name: str, *, is_tied: bool) -> bool:
+        """Return whether the stage has a weight that is no layer's.
+
+        Args:
+            name: the decoder's name of the weight.
+            is_tied: whether the head is the embedding.
+        """
+        if name == "embedding.weight":
+            return self.is_first or (self.is_last and is_tied)
+        return self.is_last or not name.startswith(("norm.", "head."))
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec(ModelSpec):
+    """A model that has the layers of a stage.
+
+    Args:
+        groups: cache groups of the whole model, with the layers of the stage that has most of them.
+        first: number of its first layer in the whole model.
+    """
+
+    groups: tuple[LayerGroup, ...] = ()
+    first: int = 0
+
+    @property
+    def cache_groups(self) -> tuple[LayerGroup, ...]:
+        """The cache groups, which are the same on all stages."""
+        return self.groups
+
+
+def divide(spec: ModelSpec, size: int) -> tuple[Stage, ...]:
+    """Divide the layers of a model among stages, so that the largest stage has as few parameters as possible.
+
+    The output head counts, since each step reads it; the embedding does not. Of equal divisions, the one with more
+    layers at the beginning is taken.
+
+    Args:
+        spec: specification of the whole model.
+        size: number of stages.
+
+    Raises:
+        ConfigError: there are fewer places to cut at.
+    """
+    ends = [*_places_to_cut(spec.layers), len(spec.layers)]
+    if size > len(ends):
+        shared = "" if len(ends) == len(spec.layers) else ", of which some read the cache of others"
+        raise ConfigError(
+            f"pipeline_parallel_size must be at most {len(ends)}, got {size}: the model has {len(spec.layers)} "
+            f"layers{shared}",
+            field="pipeline_parallel_size",
+        )
+    costs = [0]
+    for layer in spec.layers:
+        costs.append(costs[-1] + layer_parameters(layer, spec.width))
+    head = spec.vocab_size * spec.width
+    # For each end, the largest stage of the best division of the layers before it, and the ends of its stages.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+    for idx in range(size):
+        extra = head if idx == size - 1 else 0
+        best = {
+            end: min(
+                (max(largest, costs[end] - costs[start] + extra), (*cuts, end))
+                for start, (largest, cuts) in best.items()
+                if start < end
+            )
+            for end in ends[idx:]
+            if any(start < end for start in best)
+        }
+    _, cuts = best[len(spec.layers)]
+    return tuple(Stage(idx, size, first, end) for idx, (first, end) in enumerate(pairwise(cuts)))
+
+
+def most_stages(spec: ModelSpec) -> int:
+    """Return the number of stages into which a model can be divided at most."""
+    return len(_places_to_cut(spec.layers)) + 1
+
+
+def _places_to_cut(layers: tuple[LayerSpec, ...]) -> list[int]:
+    """Return the layers, from the second on, before which no later one reads the cache."""
+    places, least = [], len(layers)
+    for idx in range(len(layers) - 1, 0, -1):
+        sources = [part.source for part in layers[idx].parts if isinstance(part, Attention) and part.source is not None]
+        least = min([least, *sources])
+        if least >= idx:
+            places.append(idx)
+    return places[::-1]
+
+
+def stage_spec(spec: ModelSpec, stages: tuple[Stage, ...], idx: int) -> StageSpec:
+    """Return the model that a stage computes; vocabulary and width are those of the whole.
+
+    Args:
+        spec: specification of the whole model, or of a tensor parallel rank's part of it.
+        stages: its stages.
+        idx: number of the stage.
+    """
+    stage = stages[idx]
+    given = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
+    parts = [replace(spec, layers=_moved(spec.layers[each.first : each.end], each.first)) for each in stages]
+    counts = [{cache: num_layers for num_layers, cache in part.cache_groups} for part in parts]
+    groups = (LayerGroup(max(each.get(cache, 0) for each in counts), cache) for _, cache in spec.cache_groups)
+    return StageSpec(
+        **given | {"layers": parts[stage.idx].layers, "mtp": None, "groups": tuple(groups), "first": stage.first}
+    )
+
+
+def _moved(layers: tuple[LayerSpec, ...], first: int) -> tuple[LayerSpec, ...]:
+    """Return layers that name the sources of their caches as the layers of a stage that begins with layer `first`."""
+
+    def moved(mixer: Mixer) -> Mixer:
+        if not isinstance(mixer, Attention) or mixer.source is None:
+            return mixer
+        return replace(mixer, source=mixer.source - first)
+
+    return tuple(
+        replace(layer, mixer=replace(layer.mixer, parts=tuple(map(moved, layer.mixer.parts))))
+        if isinstance(layer.mixer, Parallel)
+        else replace(layer, mixer=moved(layer.mixer))
+        for layer in layers
+    )
+
+
+def stage_weights(
+    spec: ModelSpec, stage: Stage, weight_map: WeightMap, shares: Mapping[str, Split] | None = None
+) -> tuple[WeightMap, dict[str, Split]]:
+    """Return the weight map of a stage, in which layers have their numbers in it, and the parts that it reads.
+
+    Weights of other stages are in it under `ELSEWHERE`, since the checkpoint has them.
+
+    Args:
+        spec: specification of the whole model.
+        stage: the stage.
+        weight_map: weight map of the whole model.
+        shares: parts of weights of the whole model that this one of several ranks of the stage reads; None for one.
+    """
+    renamed = renamer(stage)
+    splits = {renamed(name): split for name, split in (shares or {}).items()}
+    if spec.per_layer_inputs is not None:
+        width = spec.per_layer_inputs.width
+        own, length = (stage.first * width, stage.end * width), len(spec.layers) * width
+        # A column of the table, and a row of the projection, for each value that a layer of the stage is told.
+        table, projection = "per_layer_inputs.embedding.weight", "per_layer_inputs.projection.weight"
+        splits[table] = Split(1, (own,), length, then=splits.get(table))
+        splits[projection] = Split(0, (own,), length)
+    return {renamed(name): sources for name, sources in weight_map.items()}, splits
+
+
+def renamer(stage: Stage) -> Callable[[str], str]:
+    """Return a function from the name of a weight in the whole model to that in a stage; see `ELSEWHERE`."""
+
+    def renamed(name: str) -> str:
+        part, _, rest = name.partition(".")
+        if part != "layers":
+            return name
+        number, _, weight = rest.partition(".")
+        idx = int(number)
+        return f"layers.{idx - stage.first}.{weight}" if stage.first <= idx < stage.end else ELSEWHERE + name
+
+    return renamed

@@ -1,0 +1,34 @@
+"""The place of a tensor in a checkpoint's file, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # planning reads configurations without torch
+    from torch import Tensor
+
+    from quire.ops.interface.quantized_weight import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies and what its file's header says of it.
+
+    Args:
+        path: file of the tensor.
+        dtype: name of its dtype: "BF16", "F16", "F32", ..., or of a quantised type ("Q4_K").
+        shape: shape as the model's family names it.
+        offset: offset of its first byte in the file.
+        num_bytes: number of its bytes.
+        decode: function from its bytes, uint8 [num_bytes], to its values; None where they lie as the family has them.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    decode: Callable[[Tensor], Tensor | QuantizedWeight] | None = None

@@ -1,0 +1,1 @@
+"""Native CPU kernels, called through ctypes."""

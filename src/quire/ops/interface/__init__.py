@@ -1,0 +1,1 @@
+"""The interface of the kernels: operations, weights and steps as values."""

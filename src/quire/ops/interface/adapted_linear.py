@@ -1,0 +1,77 @@
+"""A linear layer with the adapters of a step's rows."""
+
+from __future__ import annotations
+
+from array import array
+
+from torch import Tensor
+
+from quire.ops.interface.lora import LoraLayer, LoraRows
+from quire.ops.interface.ops import Linear
+
+
+class StepAdapters:
+    """The rows of the present step that have an adapter, for all layers of a decoder.
+
+    A layer is given either all rows of a step, or its output rows alone, which are fewer.
+
+    Attributes:
+        all: rows among all rows; None where no row of the step has an adapter.
+        output: rows among the output rows; None where none of these has one, or all rows are output rows.
+        call: addresses of `all` and `output` for native kernels, 0 for None, and the number of all rows
+            (`StepAdapters` in lora.h); its own address stays.
+        can_be_static: True where decodes with adapters may be captured: linear layers take adapters, and no experts.
+    """
+
+    __slots__ = ("all", "call", "can_be_static", "output")
+
+    def __init__(self) -> None:
+        self.all: LoraRows | None = None
+        self.output: LoraRows | None = None
+        self.call = array("q", (0, 0, 0))
+        self.can_be_static = False
+
+    def begin(self, adapters: tuple[LoraRows, LoraRows | None] | None) -> None:
+        """Begin a step.
+
+        Args:
+            adapters: `all` and `output` of the step; None where no row has an adapter.
+        """
+        self.all, self.output = adapters or (None, None)
+        for place, rows in enumerate((self.all, self.output)):
+            self.call[place] = 0 if rows is None else rows.call.buffer_info()[0]
+        self.call[2] = 0 if self.all is None else self.all.num_rows
+
+    def rows(self, num_rows: int) -> LoraRows | None:
+        """Return the rows for a layer that is given so many."""
+        return self.all if self.all is None or num_rows == self.all.num_rows else self.output
+
+
+class AdaptedLinear:
+    """A linear layer whose rows may have adapters; where none has, it costs what the layer costs.
+
+    Args:
+        linear: the layer.
+        layer: adapters of the layer.
+        step: adapters of the present step's rows.
+
+    Attributes:
+        linear, layer, step: the arguments.
+    """
+
+    __slots__ = ("layer", "linear", "step")
+
+    def __init__(self, linear: Linear, layer: LoraLayer, step: StepAdapters) -> None:
+        self.linear, self.layer, self.step = linear, layer, step
+
+    @property
+    def is_active(self) -> bool:
+        """True where an adapter of the present step adds to the layer."""
+        return self.step.all is not None and self.layer.has(self.step.all.slots)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply, and add what adapters of the rows give: [T, in] to [T, out]."""
+        rows = self.step.rows(len(x))
+        if rows is not None and self.layer.has(rows.slots):
+            residual = self.layer(x, rows, residual)
+        return self.linear(x, residual)

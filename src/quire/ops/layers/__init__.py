@@ -1,0 +1,1 @@
+"""Linear layers made of others: gated, joined, reordered."""

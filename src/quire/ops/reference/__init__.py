@@ -1,0 +1,1 @@
+"""The slow twins: operations as defined, which backends are tested against."""

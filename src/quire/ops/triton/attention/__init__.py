@@ -1,0 +1,1 @@
+"""Paged attention by Triton kernels, and the work items of its launches."""

@@ -1,0 +1,1 @@
+"""Linear layers and experts by Triton kernels."""

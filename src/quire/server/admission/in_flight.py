@@ -1,0 +1,165 @@
+"""The requests of a server that are being tokenized, or are in the engine, and the latest times to first tokens."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.sequences.params import SamplingParams
+from quire.server.admission.logprob_budget import LogprobReservation
+from quire.server.admission.stream_merge import StreamMerger
+from quire.server.admission.usage import TokenCount
+
+if TYPE_CHECKING:
+    from quire.engine.outputs.outputs import RequestMetrics
+
+# Requests that ended so long ago are not among the latest times to the first token.
+FIRST_TOKEN_WINDOW_S = 60.0
+
+
+@dataclass(slots=True)
+class InFlightRequest:
+    """One HTTP request that is being tokenized, or is in the engine.
+
+    Args:
+        answer_id: `id` of its answer.
+        count: number of its tokens so far.
+        merger: merged stream of its outputs.
+        tenant: tenant of the client, None where all clients are one tenant.
+        started_s: time of arrival, in seconds of the monotonic clock.
+        logprobs: reservation of the log probabilities in its answer.
+        params: its sampling parameters.
+        times: times of its first prompt; None until there is an output.
+        shown_prompt: beginning of its prompts, None where prompts are not logged.
+    """
+
+    answer_id: str
+    count: TokenCount
+    merger: StreamMerger
+    tenant: str | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    logprobs: LogprobReservation | None = None
+    params: SamplingParams | None = None
+    times: RequestMetrics | None = None
+    shown_prompt: str | None = None
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request to its first output; None before it."""
+        return (self.count.first_ns - self.count.begin_ns) / 1e9 if self.count.num_prompt else None
+
+    def release(self) -> None:
+        """Give the reservation back when sending has ended, complete or not."""
+        if self.logprobs is not None:
+            self.logprobs.release()
+
+
+class InFlightRow(NamedTuple):
+    """A request in flight, as `/status` shows it.
+
+    Args:
+        answer_id, tenant, started_s: see `InFlightRequest`.
+        num_prompt, num_output: tokens of its prompts that have outputs, and of the outputs.
+        first_token_s: seconds to its first output; None before it.
+    """
+
+    answer_id: str
+    tenant: str | None
+    started_s: float
+    num_prompt: int
+    num_output: int
+    first_token_s: float | None
+
+
+class FirstTokenRow(NamedTuple):
+    """A request that has ended.
+
+    Args:
+        ended_s: time of its end, in seconds of the monotonic clock.
+        tenant: tenant of the client.
+        first_token_s: seconds to its first output.
+    """
+
+    ended_s: float
+    tenant: str | None
+    first_token_s: float
+
+
+class RequestsInFlight:
+    """The requests in flight by the id of their answer, and the latest times to the first token."""
+
+    def __init__(self) -> None:
+        self._tracked: dict[str, InFlightRequest] = {}
+        self._ended: deque[FirstTokenRow] = deque(maxlen=1024)
+
+    def __len__(self) -> int:
+        return len(self._tracked)
+
+    def __iter__(self) -> Iterator[InFlightRequest]:
+        return iter(tuple(self._tracked.values()))
+
+    @contextmanager
+    def track(self, tracked: InFlightRequest) -> Iterator[None]:
+        """List a request as in flight inside the context."""
+        self._tracked[tracked.answer_id] = tracked
+        try:
+            yield
+        finally:
+            del self._tracked[tracked.answer_id]
+            if tracked.first_token_s is not None:
+                self._ended.append(FirstTokenRow(time.monotonic(), tracked.tenant, tracked.first_token_s))
+
+    def rows(self) -> list[InFlightRow]:
+        """Return the requests in flight as `/status` shows them."""
+        return [
+            InFlightRow(
+                each.answer_id,
+                each.tenant,
+                each.started_s,
+                each.count.num_prompt,
+                each.count.num_output,
+                each.first_token_s,
+            )
+            for each in self
+        ]
+
+    def ended(self) -> list[FirstTokenRow]:
+        """Return the requests that ended in the last minute."""
+        since_s = time.monotonic() - FIRST_TOKEN_WINDOW_S
+        return [row for row in self._ended if row.ended_s >= since_s]
+
+
+class FirstTokenLog:
+    """The latest times to the first token where requests are in flight in other processes; `append` is thread-safe."""
+
+    def __init__(self) -> None:
+        self._latest: deque[FirstTokenRow] = deque(maxlen=1024)
+
+    def append(self, tenant: str | None, first_token_s: float) -> None:
+        """Add a request that has its first token now."""
+        self._latest.append(FirstTokenRow(time.monotonic(), tenant, first_token_s))
+
+    def rows(self) -> list[InFlightRow]:
+        """Return nothing: other processes have the requests in flight."""
+        return []
+
+    def ended(self) -> list[FirstTokenRow]:
+        """Return the requests that had their first token in the last minute."""
+        since_s = time.monotonic() - FIRST_TOKEN_WINDOW_S
+        return [row for row in tuple(self._latest) if row.ended_s >= since_s]
+
+
+def first_token_times(tenant: str | None, begun: list[InFlightRow], ended: list[FirstTokenRow]) -> list[float]:
+    """Return the times to the first token of requests in flight, and of those that have ended.
+
+    Args:
+        tenant: tenant of the requests; None for those of all.
+        begun, ended: the requests.
+    """
+    times = [(row.tenant, row.first_token_s) for row in ended]
+    times += [(row.tenant, row.first_token_s) for row in begun if row.first_token_s is not None]
+    return [first_s for each, first_s in times if tenant in (None, each)]

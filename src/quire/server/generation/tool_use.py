@@ -1,0 +1,23 @@
+"""The request fields for tools."""
+
+from __future__ import annotations
+
+from quire.server.requests.fields import Fields
+from quire.server.state.state import ServerState
+from quire.text.tool_calls import ToolModel, ToolUse
+
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+
+
+def read_tool_use(state: ServerState, fields: Fields) -> ToolUse | None:
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`.
+
+    Returns:
+        The request's use of tools, None where calls are not requested.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    llm = state.llm
+    model = ToolModel(llm.tokenizer, state.tool_format, llm.resolved.vocab_size, "--tool-call-parser")
+    return model.read(*(fields.get(name) for name in TOOL_FIELDS))

@@ -1,0 +1,1 @@
+"""HTTP connections with limits, and streams of events."""

@@ -1,0 +1,1 @@
+"""Views of the KV cache for operators and the page."""

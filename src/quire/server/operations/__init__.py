@@ -1,0 +1,1 @@
+"""Routes for operators and for the page."""

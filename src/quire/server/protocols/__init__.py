@@ -1,0 +1,1 @@
+"""Routes of each protocol: OpenAI, Anthropic, Ollama, vLLM's own."""

@@ -1,0 +1,225 @@
+"""Parts of the adapters of other protocols: a chat in this server's own form, and a sample split into its parts.
+
+An adapter converts a request to the form that `chat_completions.read_chat` reads, which is the form of messages and
+tools in the whole engine, so every bound and every constraint of chats applies to it; and it renames the fields of
+errors to its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.engine.outputs.outputs import CompletionOutput
+from quire.errors import InvalidParameter, UnsupportedFeature, shown
+from quire.platform.bounded.json_text import BadJSON, parse
+from quire.server.generation.generation import GenerationRequest, Reply, run
+from quire.server.generation.reasoning import ReasoningSplitter
+from quire.server.protocols.chat_completions import ChatExtras, read_chat
+from quire.server.requests.field_names import renaming
+from quire.server.requests.fields import Fields, Refusal
+from quire.server.state.state import ServerState
+from quire.text.chat.messages import MAX_MESSAGES, SANITIZE
+from quire.text.tool_calls import SampleCalls
+from quire.text.tool_calls.calls import Piece, merge
+
+# A part of a message, or an item that becomes one, has no wish of its own.
+NO_WISH: Mapping[str, Refusal] = {SANITIZE: ((), "it is a field of whole messages")}
+# Quire's own options, which every protocol takes.
+OWN_OPTIONS = ("cache_salt", "priority", "retain_cache")
+
+
+async def answer_chat(
+    state: ServerState,
+    request: Request,
+    chat: Mapping[str, Any],
+    make_reply: Callable[[ChatExtras], Reply],
+    answer_id: str,
+    rename: Callable[[str], str],
+    read: Callable[[ServerState, Fields], tuple[GenerationRequest, ChatExtras]] = read_chat,
+) -> ASGIApp:
+    """Run a chat of another protocol and return its response.
+
+    Args:
+        state: state of the server.
+        request: HTTP request, whose body was read.
+        chat: the chat in the form of `/v1/chat/completions`.
+        make_reply: function that makes the protocol's reply.
+        answer_id: id of the answer.
+        rename: function that returns the protocol's name of a field of `chat`.
+        read: reader of `chat`.
+
+    Raises:
+        RequestError: naming the protocol's field.
+        ApiError: as in `generation.run`.
+    """
+    with renaming(rename):
+        job, extras = read(state, Fields(chat))
+        return await run(state, request, job, make_reply(extras), answer_id)
+
+
+def thinking_switch(is_on: bool | None) -> dict[str, Any]:
+    """Return the field of a chat that switches thinking; a template without a switch does not use it.
+
+    Args:
+        is_on: the client's wish; None has none.
+    """
+    return {} if is_on is None else {"chat_template_kwargs": {"enable_thinking": is_on}}
+
+
+class Reasoning(NamedTuple):
+    """A piece of a model's reasoning.
+
+    Args:
+        text: the new text.
+    """
+
+    text: str
+
+
+class SampleParts:
+    """Splits the output of a chat's one sample into reasoning, content and calls, in the order of the output.
+
+    Args:
+        extras: contents of the answer.
+    """
+
+    def __init__(self, extras: ChatExtras) -> None:
+        self._calls = None if extras.tool_use is None else SampleCalls(extras.tool_use)
+        self._splitter = ReasoningSplitter(extras.reasoning)
+        self._shows_reasoning = extras.reasoning is not None and bool(extras.reasoning.names)
+
+    def add(self, output: CompletionOutput, prompt_ids: Sequence[int]) -> list[Piece | Reasoning]:
+        """Return the pieces that a delta of the output, or the whole of it, completes.
+
+        Args:
+            output: the new output.
+            prompt_ids: tokens of the prompt, which tell whether the output begins inside reasoning.
+        """
+        reasoning, text = self._splitter.add(output.index, prompt_ids, output.text, is_finished=output.finished)
+        pieces: list[Piece | Reasoning] = [Reasoning(reasoning)] if reasoning and self._shows_reasoning else []
+        if self._calls is None:
+            return [*pieces, text] if text else pieces
+        return [*pieces, *merge(self._calls.pieces(text, is_finished=output.finished))]
+
+    def new_id(self) -> str:
+        """Return an id for a call, in a form that the model's template accepts."""
+        assert self._calls is not None
+        return self._calls.new_id()
+
+    def finish_reason(self, output: CompletionOutput) -> str | None:
+        """Return "tool_calls" where the output stopped after a complete call, a named one too; else the engine's."""
+        is_call = self._calls is not None and self._calls.has_whole_calls
+        return "tool_calls" if output.finish_reason == "stop" and is_call else output.finish_reason
+
+
+def read_list(value: object, name: str, what: str) -> list[Any]:
+    """Return a field that is a list of a chat's messages or items.
+
+    Args:
+        value: value of the field.
+        name: name of the field.
+        what: its items, for the message.
+
+    Raises:
+        InvalidParameter: it is not a list, is empty, or is longer than a conversation may be.
+    """
+    if not isinstance(value, list):
+        raise InvalidParameter(name, value, f"a list of {what}")
+    if not 0 < len(value) <= MAX_MESSAGES:
+        raise InvalidParameter(name, f"{len(value)} {what}", f"from 1 to {MAX_MESSAGES} {what}")
+    return value
+
+
+def read_object(value: object, name: str) -> Fields:
+    """Return an object with typed access.
+
+    Raises:
+        InvalidParameter: it is none.
+    """
+    if not isinstance(value, dict):
+        raise InvalidParameter(name, value, "an object")
+    return Fields(value, f"{name}.")
+
+
+def required_text(fields: Fields, field: str) -> str:
+    """Return a string that must be there.
+
+    Raises:
+        InvalidParameter: it is absent, or not a string.
+    """
+    value = fields.text(field)
+    if value is None:
+        raise InvalidParameter(fields.name(field), None, "a string")
+    return value
+
+
+def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
+    """Return text that is a string or a list of text parts.
+
+    Args:
+        value: value of the field.
+        name: name of the field.
+        kinds: the protocol's types of text parts.
+
+    Raises:
+        InvalidParameter: it is neither.
+        UnsupportedFeature: a part is not text.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidParameter(name, value, "a string or a list of text parts")
+    texts = []
+    for idx, part in enumerate(value):
+        fields = read_object(part, f"{name}[{idx}]")
+        fields.refuse(NO_WISH)
+        kind = required_text(fields, "type")
+        if kind not in kinds:
+            raise UnsupportedFeature(fields.name("type"), f"parts of type {shown(kind)} cannot be read, only text")
+        texts.append(required_text(fields, "text"))
+    return "".join(texts)
+
+
+def read_tools(given: object, kinds: tuple[Any, ...], refusal: str, read: Callable[[Fields], dict[str, Any]]) -> object:
+    """Return tools in a chat's form; what is malformed stays, for the chat's own reader to refuse.
+
+    Args:
+        given: value of the field `tools`.
+        kinds: types of the tools that are functions of the client.
+        refusal: reason for the refusal of other types, after the type.
+        read: function that returns the function of a tool, as a chat has it.
+
+    Raises:
+        InvalidParameter: a tool is not an object.
+        UnsupportedFeature: a tool has another type.
+    """
+    if not isinstance(given, list):
+        return given
+    tools = []
+    for idx, value in enumerate(given):
+        tool = read_object(value, f"tools[{idx}]")
+        kind = tool.get("type")
+        if kind not in kinds:
+            raise UnsupportedFeature(tool.name("type"), f"{shown(kind)} {refusal}")
+        tools.append({"type": "function", "function": read(tool)})
+    return tools
+
+
+def arguments_object(arguments: str) -> dict[str, Any] | None:
+    """Return the arguments of a call as an object that can be written again.
+
+    Returns:
+        The object; None where the text is not a whole one, since the output ended inside the call, or where it has
+        what JSON cannot write: a number that a double cannot hold, half of a surrogate pair, or too great a depth.
+    """
+    try:
+        value = parse(arguments.encode())
+        json.dumps(value, allow_nan=False)
+    except (BadJSON, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

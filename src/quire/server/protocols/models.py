@@ -1,0 +1,74 @@
+"""`GET /v1/models`: the model that this server serves, and its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.generation.generation import json_response
+from quire.server.generation.served_model import choose_model
+from quire.server.requests.fields import Fields, Refusal
+from quire.server.state.state import ServerState
+
+if TYPE_CHECKING:  # the server starts before the engine is imported
+    from quire.engine.adapters import LoadedAdapter
+
+
+async def list_models(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /v1/models`."""
+    names = (state.llm.model_name, *state.aliases)
+    adapters = [adapter_card(state, each) for each in await state.llm.adapters.list_loaded()]
+    return json_response({"object": "list", "data": [*(_card(state, name) for name in names), *adapters]})
+
+
+async def show_model(state: ServerState, request: Request) -> Response:
+    """Answer `GET /v1/models/{id}`."""
+    name = request.path_params["model_id"]
+    await choose_model(state, request, name)
+    loaded = await state.llm.adapters.list_loaded()
+    adapter = next((each for each in loaded if each.name == name), None)
+    return json_response(_card(state, name) if adapter is None else adapter_card(state, adapter))
+
+
+async def read_fields(
+    state: ServerState, request: Request, unsupported: Mapping[str, Refusal], known: Collection[str]
+) -> Fields:
+    """Return the fields of a request for the served model or one of its adapters.
+
+    Args:
+        state: state of the server.
+        request: HTTP request.
+        unsupported: fields that are refused, see `Fields.refuse`.
+        known: fields that the route knows; others are ignored, and logged.
+
+    Raises:
+        RequestError: the body is no object, or a field is refused.
+        ApiError: 404, neither the model nor an adapter of it.
+    """
+    fields = Fields(await state.bodies.read_object(request))
+    fields.refuse(unsupported)
+    fields.log_unknown(known)
+    name = fields.text("model")
+    if name is not None:
+        await choose_model(state, request, name)
+    return fields
+
+
+def adapter_card(state: ServerState, adapter: LoadedAdapter) -> dict[str, Any]:
+    """Return the entry of an adapter in the list of models."""
+    return {**_card(state, adapter.name), "root": adapter.path, "parent": state.llm.model_name}
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "quire",
+        "max_model_len": state.llm.resolved.max_model_len,
+        "tool_call_parser": None if state.tool_format is None else state.tool_format.name,
+        "reasoning_parser": None if state.reasoning is None else state.reasoning.form.name,
+    }

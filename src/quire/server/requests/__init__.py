@@ -1,0 +1,1 @@
+"""Request bodies, typed access to their fields, and errors."""

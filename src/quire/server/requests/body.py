@@ -1,0 +1,126 @@
+"""Strict parsing of JSON request bodies within limits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.platform.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, JSONReader, may_have_many_values, parse
+from quire.platform.threads import WorkerThreads
+from quire.server.requests.errors import ApiError, unavailable
+
+# Number of bodies of maximum length that may be arriving at a time, and that may wait to be parsed.
+MAX_LONG_BODIES = 32
+
+
+class BodyReader:
+    """Reads bodies; long ones are parsed in threads and processes.
+
+    Args:
+        max_bytes: maximum length of a body.
+        max_integers: maximum length of a list of integers in a body.
+    """
+
+    def __init__(self, max_bytes: int, max_integers: int) -> None:
+        self.max_bytes = max_bytes
+        self._reader = JSONReader(max_bytes, max_integers)
+        self._threads = WorkerThreads(1, "quire-bodies")
+        # These threads only wait for the processes that parse.
+        self._waiting = WorkerThreads(MAX_PROCESSES, "quire-large-bodies")
+        # Total length of the long bodies that wait to be parsed or are being parsed.
+        self._num_bytes = 0
+
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        """Read a body as one JSON object.
+
+        Args:
+            request: request whose body is unread.
+
+        Raises:
+            ApiError: 415, the content type is not JSON; 413, the body is too long; 400, it is not a JSON object in
+                UTF-8, or exceeds a limit.
+        """
+        check_json(request)
+        return await self.parse_object(await _read(request, self.max_bytes))
+
+    async def parse_object(self, raw: bytes) -> dict[str, Any]:
+        """Parse a body.
+
+        Raises:
+            ApiError: 400 with the reason; 503, too many long bodies wait to be parsed.
+        """
+        try:
+            body = parse(raw) if len(raw) <= FEW_BYTES else await self._parse_apart(raw)
+        except BadJSON as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+        if not isinstance(body, dict):
+            raise ApiError(400, f"the body must be a JSON object, not {_kind(body)}", code="invalid_json")
+        return body
+
+    async def _parse_apart(self, raw: bytes) -> Any:
+        if self._num_bytes + len(raw) > MAX_LONG_BODIES * self.max_bytes:
+            raise unavailable("too many long bodies wait to be read", "too_many_uploads")
+        self._num_bytes += len(raw)
+        try:
+            if not may_have_many_values(raw):
+                return await self._threads.run(partial(parse, raw))
+            self._waiting.give_back_soon()
+            return await self._waiting.run(partial(self._reader.parse, raw))
+        finally:
+            self._num_bytes -= len(raw)
+
+    def give_back_soon(self) -> None:
+        """Return the memory of a large body to the system, with a short delay."""
+        self._threads.give_back_soon()
+
+    def close(self) -> None:
+        """End the processes and threads."""
+        self._threads.close()
+        self._waiting.close()
+        self._reader.close()
+
+
+def check_json(request: Request) -> None:
+    """Check that the content type of a request is JSON.
+
+    Raises:
+        ApiError: 415, it is not.
+    """
+    # Pages of other sites can send plain text to a server on this machine, but not this content type.
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(
+            415,
+            f"the content type must be application/json, got {content_type[:100] or 'none'}",
+            code="unsupported_media_type",
+        )
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_long(max_bytes)
+    parts: list[bytes] = []
+    length = 0
+    async for part in request.stream():
+        length += len(part)
+        if length > max_bytes:
+            raise _too_long(max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, str):
+        return "a string"
+    return "an array" if isinstance(value, list) else "a number"
+
+
+def _too_long(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {max_bytes} bytes", code="content_too_large")

@@ -1,0 +1,63 @@
+"""The state that the routes of one server share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from quire.server.admission.in_flight import RequestsInFlight
+from quire.server.admission.logprob_budget import LogprobBudget
+from quire.server.kv_views.views import LocalViews, ServerViews
+from quire.server.requests.body import BodyReader
+from quire.server.settings import ServerConfig
+from quire.server.state.engine_client import EngineClient
+from quire.text.reasoning import ReasoningModel
+from quire.text.tool_calls import ToolFormat
+
+if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
+
+
+@dataclass(slots=True)
+class ServerState:
+    """The state that the routes of one server share.
+
+    Args:
+        llm: the engine.
+        views: views of it for operators and the page.
+        in_flight: requests in the engine.
+        config: the server's options.
+        bodies: parser of request bodies.
+        version: version of Quire.
+        created: time of the server's start, in Unix seconds.
+        tool_format: format of the model's tool calls, None where it is not known.
+        reasoning: the model's thinking, None where it is not known.
+        aliases: further names of the model.
+        is_draining: True once the server is stopping.
+        logprobs: budget of log probabilities in answers.
+        writing: lock that is held while a piece of a long answer is made; see `json_stream.paced`.
+    """
+
+    llm: EngineClient
+    views: ServerViews
+    in_flight: RequestsInFlight
+    config: ServerConfig
+    bodies: BodyReader
+    version: str
+    created: int
+    tool_format: ToolFormat | None = None
+    reasoning: ReasoningModel | None = None
+    aliases: tuple[str, ...] = ()
+    is_draining: bool = False
+    logprobs: LogprobBudget = field(init=False)
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.logprobs = LogprobBudget(self.config.max_request_logprobs)
+
+    @classmethod
+    def local(cls, llm: AsyncLLM, *args: Any, **kwargs: Any) -> Self:
+        """Return the state of a server in the engine's process; the other arguments are those after `in_flight`."""
+        in_flight = RequestsInFlight()
+        return cls(llm, LocalViews(llm, in_flight), in_flight, *args, **kwargs)

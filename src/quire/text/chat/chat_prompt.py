@@ -1,0 +1,25 @@
+"""A rendered conversation: the prompt, and which of its characters clients wrote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.text.vocabulary.control_tokens import ControlTokens
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as a template wrote it.
+
+    Args:
+        text: the prompt.
+        marked: the prompt with marks in the texts of clients (see `text.vocabulary.marks`); None where it has no mark.
+        control: control tokens that these texts may not become; None where there are no marks.
+    """
+
+    text: str
+    marked: str | None = None
+    control: ControlTokens | None = None
+
+    def __len__(self) -> int:
+        return len(self.text)

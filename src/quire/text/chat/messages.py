@@ -1,0 +1,131 @@
+"""Validation of conversations, and their conversion to the form that templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from quire.errors import InvalidParameter, UnsupportedFeature, shown
+from quire.text.chat.content_forms import CALLS, STRING, in_form, texts_of
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 4096
+MAX_INPUT_CHARS = 1 << 23
+# Maximum length of the arguments of one call: parsing them as JSON holds the interpreter's lock.
+MAX_ARGUMENTS_CHARS = 1 << 18
+# The field of a message that decides whether its texts may not become control tokens.
+SANITIZE: Final = "sanitize_control_tokens"
+
+Message = Mapping[str, Any]
+ALL_STRINGS: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+def normalise_messages(messages: Sequence[Message], forms: Mapping[str, str] = ALL_STRINGS) -> list[dict[str, Any]]:
+    """Validate a conversation and convert it to the form that templates read.
+
+    Content becomes one string (a list of text parts is joined, an absent one is "") or a list of text parts, the role
+    `developer` becomes `system`, and the arguments of tool calls become objects. Fields that templates do not read are
+    left out.
+
+    Args:
+        messages: messages of a client.
+        forms: form of the content by role (see `quire.text.chat.content_forms`); roles that are not there have strings.
+
+    Raises:
+        InvalidParameter: naming the message and the field.
+        UnsupportedFeature: a part is not text.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidParameter("messages", messages, "a list of messages")
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise InvalidParameter("messages", f"{len(messages)} messages", f"from 1 to {MAX_MESSAGES} messages")
+    normal = [_normalise(message, f"messages[{idx}]", forms) for idx, message in enumerate(messages)]
+    num_chars = sum(
+        sum(map(len, texts_of(message["content"]))) + len(message.get("reasoning", "")) for message in normal
+    )
+    if num_chars > MAX_INPUT_CHARS:
+        raise InvalidParameter("messages", f"{num_chars} characters", f"at most {MAX_INPUT_CHARS} characters")
+    return normal
+
+
+def _normalise(message: object, where: str, forms: Mapping[str, str]) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidParameter(where, message, "an object with role and content")
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidParameter(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+    for name in ("audio", "function_call"):
+        if message.get(name) is not None:
+            raise UnsupportedFeature(f"{where}.{name}", "use content and tool_calls")
+    calls = message.get("tool_calls") or None
+    if calls is not None and role != "assistant":
+        raise InvalidParameter(f"{where}.tool_calls", calls, "absent unless the role is assistant")
+    role = "system" if role == "developer" else role
+    texts = _texts(message.get("content"), f"{where}.content", may_be_absent=calls is not None)
+    has_calls_only = calls is not None and not any(texts)
+    content = in_form([] if has_calls_only else texts, forms.get(CALLS if has_calls_only else role, STRING))
+    normal: dict[str, Any] = {"role": role, "content": content}
+    if calls is not None:
+        normal["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        value = message.get(name)
+        if value is not None:
+            if not isinstance(value, str):
+                raise InvalidParameter(f"{where}.{name}", value, "a string")
+            normal[name] = value
+    reasoning = normal.get("reasoning", normal.get("reasoning_content"))
+    if reasoning is not None:
+        # Templates read one of them.
+        normal |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if calls is None or not normal["content"]:
+            # gpt-oss' template, which refuses a message with calls and both texts.
+            normal["thinking"] = reasoning
+    return normal
+
+
+def _texts(content: object, where: str, *, may_be_absent: bool) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    if content is None and may_be_absent:
+        return []
+    if not isinstance(content, list | tuple):
+        raise InvalidParameter(where, content, "a string or a list of text parts")
+    texts = []
+    for idx, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind is None:
+            raise InvalidParameter(f"{where}[{idx}]", part, 'an object like {"type": "text", "text": "..."}')
+        if kind != "text":
+            raise UnsupportedFeature(f"{where}[{idx}].type", f"parts of type {shown(kind)} cannot be read, only text")
+        if part.get(SANITIZE) is not None:
+            raise UnsupportedFeature(f"{where}[{idx}].{SANITIZE}", "it is a field of whole messages")
+        if not isinstance(part.get("text"), str):
+            raise InvalidParameter(f"{where}[{idx}].text", part.get("text"), "a string")
+        texts.append(part["text"])
+    return texts
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise InvalidParameter(where, calls, "a list of tool calls")
+    normal = []
+    for idx, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidParameter(f"{where}[{idx}]", call, "an object with a function and its name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            if len(arguments) > MAX_ARGUMENTS_CHARS:
+                allowed = f"at most {MAX_ARGUMENTS_CHARS} characters long"
+                raise InvalidParameter(f"{where}[{idx}].function.arguments", f"{len(arguments)} characters", allowed)
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, Mapping):
+            raise InvalidParameter(f"{where}[{idx}].function.arguments", function["arguments"], "a JSON object")
+        named = {"name": function["name"], "arguments": dict(arguments)}
+        normal.append({"id": call.get("id"), "type": "function", "function": named})
+    return normal

@@ -1,0 +1,277 @@
+"""Tokenization of rendered conversations in which the texts of clients become no control tokens.
+
+A tokenizer divides a text at its added tokens before anything else. To keep it from doing so at some of them, and to
+leave all other tokens as they would be, a second tokenizer without the control tokens has the same model, normalizer
+and pre-tokenizer, and for each control token a character that the text does not have, which stands for the template's
+own ones. Both tokenizers share their parts, so the second one is made for each text that needs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import chain
+from typing import Final, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, models
+
+from quire.errors import InvalidParameter
+from quire.text.chat.chat_prompt import ChatPrompt
+from quire.text.vocabulary.components import guarded
+from quire.text.vocabulary.control_tokens import ControlTokens, longest_of
+from quire.text.vocabulary.long_texts import EncodePart
+
+# Characters for private use, which stand for control tokens.
+STAND_INS: Final = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE), range(0xE000, 0xF900))
+# Characters that are in no control token: not one of words, and one of words.
+NEUTRAL: Final = ("\ufffd", "\u01c5")
+# A character that no vocabulary has.
+UNKNOWN: Final = "\U0010ffff"
+# Characters that are looked at in one call, which holds the interpreter's lock.
+PART_CHARS: Final = 1 << 16
+WITHOUT: Final = "text that the tokenizer can express without control tokens"
+# Tokenizations of a text in which clients' characters reveal further control tokens of the template.
+MAX_TRIES: Final = 4
+
+
+class _Span(NamedTuple):
+    """A control token in a part of a text.
+
+    Args:
+        start, end: range of its characters.
+        token_id: id of the token.
+    """
+
+    start: int
+    end: int
+    token_id: int
+
+
+class SanitizedTexts:
+    """Tokenizes the rendered conversations of one tokenizer.
+
+    Args:
+        library: the tokenizer.
+        encode: function that tokenizes a text at once, without special tokens around it.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, encode: Callable[[str], list[int]]) -> None:
+        self.library = library
+        self.encode = encode
+        self.added: dict[int, AddedToken] = library.get_added_tokens_decoder()
+        # Where tokens are matched in normalized text, clients may write them in other characters, which have no marks.
+        self.is_literal = library.normalizer is None or not any(token.normalized for token in self.added.values())
+        self.unknown = _unknown_ids(library)
+        self.characters = frozenset("".join(token.content for token in self.added.values()))
+        self.others = lru_cache(maxsize=8)(self._others)
+
+    def part_encoder(self, prompt: ChatPrompt) -> EncodePart | None:
+        """Return the function that tokenizes parts of a prompt; None where its tokens are those of any text."""
+        if prompt.control is None or (prompt.marked is None and self.is_literal):
+            return None
+        return _PromptEncoder(self, prompt.text, prompt.marked or prompt.text, prompt.control).encode
+
+    def _others(self, control: ControlTokens) -> dict[int, AddedToken]:
+        """Return the added tokens that are no control tokens, by id."""
+        return {token_id: token for token_id, token in self.added.items() if not control.has(token.content)}
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Ids of the added tokens by their text."""
+        return {token.content: token_id for token_id, token in self.added.items()}
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str] | None:
+        """Matches the added tokens as the library finds them; None where that depends on more than the text."""
+        if not self.is_literal or any(token.single_word for token in self.added.values()):
+            return None
+        return re.compile(longest_of([content for content in self.ids if content]))
+
+    @cached_property
+    def finder(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """A tokenizer that only finds the added tokens, which takes less time; and their ids by those in it."""
+        library = tokenizers.Tokenizer(models.WordLevel({UNKNOWN: 0}, unk_token=UNKNOWN))
+        if self.library.normalizer is not None:
+            library.normalizer = self.library.normalizer
+        library.add_tokens([*self.added.values()])
+        ids = {library.token_to_id(content): token_id for content, token_id in self.ids.items()}
+        return library, {found: token_id for found, token_id in ids.items() if found is not None}
+
+
+class _PromptEncoder:
+    """Tokenizes the parts of one prompt.
+
+    Args:
+        texts: the tokenizer.
+        text: the prompt.
+        marked: the prompt with marks.
+        control: control tokens that texts of clients may not become.
+    """
+
+    def __init__(self, texts: SanitizedTexts, text: str, marked: str, control: ControlTokens) -> None:
+        self._texts, self._text, self._marked, self._control = texts, text, marked, control
+
+    def encode(self, start: int, end: int, lead: str) -> list[int]:
+        """Return the tokens of the text in a range, after a lead.
+
+        Raises:
+            InvalidParameter: the tokenizer has no tokens for the text but control tokens.
+        """
+        part, marks = self._text[start:end], self._marked[start:end]
+        forbidden = list(self._control.forbidden(part, marks))
+        if not forbidden and self._texts.is_literal:
+            return self._texts.encode(lead + part)
+        return self._without_control.encode(lead, part, self._written(lead, part, marks, forbidden))
+
+    @cached_property
+    def _without_control(self) -> _WithoutControl:
+        used: set[str] = set()
+        for start in range(0, len(self._text), PART_CHARS):
+            used.update(self._text[start : start + PART_CHARS])
+        return _WithoutControl(self._texts, self._control, used)
+
+    def _written(self, lead: str, part: str, marks: str, forbidden: list[tuple[int, int]]) -> list[_Span]:
+        """Return the control tokens of a part that the template wrote, as the tokenizer finds them.
+
+        Args:
+            lead: text before the part.
+            part: the part.
+            marks: the part with marks.
+            forbidden: ranges of texts of clients that are no control tokens.
+        """
+        chars = [*part]
+        spans: list[_Span] = []
+        for _ in range(MAX_TRIES):
+            for start, end in forbidden:
+                # A text in other characters than a token's may have no marks.
+                has_marks = marks[start:end] != part[start:end]
+                for pos in range(start, end):
+                    if marks[pos] != part[pos] or not has_marks:
+                        chars[pos] = NEUTRAL[part[pos].isalnum()]
+            spans, forbidden = [], []
+            for span in self._spans("".join(chars), lead, part):
+                start, end, token_id = span
+                content = self._texts.added[token_id].content
+                if content != part[start:end] or self._control.forbids(content, content, marks[start:end]):
+                    forbidden.append((start, end))
+                else:
+                    spans.append(span)
+            if not forbidden:
+                break
+        return spans
+
+    def _spans(self, chars: str, lead: str, part: str) -> Iterator[_Span]:
+        if self._texts.pattern is not None:
+            for match in self._texts.pattern.finditer(chars):
+                if self._control.has(match[0]):
+                    yield _Span(*match.span(), self._texts.ids[match[0]])
+            return
+        library, token_ids = self._texts.finder
+        (encoding,) = guarded(library.encode_batch, [lead + chars], add_special_tokens=False)
+        for found, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            token_id = token_ids.get(found)
+            if token_id is not None and self._control.has(content := self._texts.added[token_id].content):
+                start, end = start - len(lead), end - len(lead)
+                # The range of a token has the white space that it absorbs.
+                pos = part.find(content, start, end)
+                yield _Span(start, end, token_id) if pos < 0 else _Span(pos, pos + len(content), token_id)
+
+
+class _WithoutControl:
+    """A tokenizer without its control tokens, with characters that stand for those of the template.
+
+    Args:
+        texts: the tokenizer with them.
+        control: the control tokens.
+        used: characters that stand for themselves.
+    """
+
+    def __init__(self, texts: SanitizedTexts, control: ControlTokens, used: set[str]) -> None:
+        self._texts, self._control = texts, control
+        self._library = _copy(texts.library)
+        others = texts.others(control)
+        self._library.add_tokens([*others.values()])
+        # The id in this tokenizer, and in the model's.
+        self._ids = {self._library.token_to_id(token.content): token_id for token_id, token in others.items()}
+        taken = used | texts.characters
+        self._free = (char for char in map(chr, chain(*STAND_INS)) if char not in taken)
+        self._stand_ins: dict[int, str] = {}
+
+    def encode(self, lead: str, part: str, spans: Sequence[_Span]) -> list[int]:
+        """Return the tokens of a part of the text, after a lead.
+
+        Args:
+            lead: text before the part.
+            part: the part.
+            spans: the control tokens in it.
+
+        Raises:
+            InvalidParameter: the tokenizer has no tokens for the text but other control tokens, or the text has too
+                many characters for private use.
+        """
+        pieces, end = [lead], 0
+        for span in spans:
+            pieces += (part[end : span.start], self._stand_in(span.token_id))
+            end = span.end
+        text = "".join(pieces) + part[end:]
+        (encoding,) = guarded(self._library.encode_batch_fast, [text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        found = set(ids)
+        if sum(ids.count(each) for each in found if self._ids.get(each) in self._stand_ins) != len(spans):
+            raise InvalidParameter("messages", part, WITHOUT)
+        made = {each: self._spelled(each) for each in found if each not in self._ids and self._is_control(each)}
+        if not made:
+            return [self._ids.get(each, each) for each in ids]
+        return [token_id for each in ids for token_id in made.get(each) or (self._ids.get(each, each),)]
+
+    def _stand_in(self, token_id: int) -> str:
+        """Return the character that stands for a token, from now on."""
+        if token_id not in self._stand_ins:
+            char, token, normalizer = next(self._free, None), self._texts.added[token_id], self._library.normalizer
+            if char is None:
+                raise InvalidParameter("messages", token.content, "beside fewer characters for private use")
+            # Where the normalizer leaves the character out, it is matched before.
+            is_normal = token.normalized and (normalizer is None or char in normalizer.normalize_str(char))
+            flags = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+            self._library.add_tokens([AddedToken(char, normalized=is_normal, **flags)])
+            self._ids[self._library.token_to_id(char)] = token_id
+            self._stand_ins[token_id] = char
+        return self._stand_ins[token_id]
+
+    def _is_control(self, token_id: int) -> bool:
+        """Return whether the model has made a control token of ordinary characters."""
+        token = self._texts.added.get(token_id)
+        return token is not None and token_id not in self._texts.unknown and self._control.has(token.content)
+
+    def _spelled(self, token_id: int) -> list[int]:
+        """Return other tokens of the text of a control token.
+
+        Raises:
+            InvalidParameter: there are none.
+        """
+        token, model = str(self._texts.library.id_to_token(token_id)), self._texts.library.model
+        for pos in range(1, len(token)):
+            token_ids = [each.id for part in (token[:pos], token[pos:]) for each in model.tokenize(part)]
+            if not any(map(self._is_control, token_ids)):
+                return token_ids
+        raise InvalidParameter("messages", token, WITHOUT)
+
+
+def _unknown_ids(library: tokenizers.Tokenizer) -> set[int]:
+    """Return the tokens that the model makes of what it does not know, which may be special ones."""
+    try:
+        return {each.id for each in guarded(library.model.tokenize, UNKNOWN)}
+    except Exception:  # a model without such a token fails
+        return set()
+
+
+def _copy(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return a tokenizer with the same model, normalizer and pre-tokenizer, without added tokens."""
+    copy = tokenizers.Tokenizer(library.model)
+    if library.normalizer is not None:
+        copy.normalizer = library.normalizer
+    if library.pre_tokenizer is not None:
+        copy.pre_tokenizer = library.pre_tokenizer
+    return copy

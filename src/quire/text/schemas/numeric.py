@@ -1,0 +1,159 @@
+"""Numbers of a schema within what `llguidance` enforces exactly.
+
+It reads limits as float64, and integers as 64 bits. So a limit that has no exact value there is moved inwards, to one
+that has: fewer numbers are allowed then, and none that the schema forbids. Without an exponent, the digits of a number
+are bounded too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+
+from quire.text.schemas.document import SchemaError
+from quire.text.schemas.forms import Number
+
+# Greatest float64 below 2**63.
+MAX_INTEGER = 2**63 - 2**10
+# An integer of more digits has none above it of as many digits, so it needs a limit above.
+LARGE_INTEGER = 10**18
+MAX_NUMBER, MIN_NUMBER = 1e17, 1e-30
+# Constants of this size are written without an exponent, as they are.
+MAX_CONSTANT, MIN_CONSTANT = 1e15, 1e-6
+MAX_COEFFICIENT = 2**32 - 1
+
+
+def enforceable(number: Number) -> Number | None:
+    """Return a number whose limits are exact; None where there is no such number.
+
+    Raises:
+        SchemaError: a limit or a constant is beyond what can be enforced; the message is the reason.
+    """
+    if number.constants is not None:
+        constants = tuple(one for one in number.constants if is_allowed(number, one))
+        for one in constants:
+            _check_constant(one)
+        return Number(constants=constants) if constants else None
+    if number.is_integer:
+        return _integer(number)
+    low, high = _lower(number.minimum), _upper(number.maximum)
+    found = replace(
+        number,
+        minimum=low,
+        maximum=high,
+        is_above=number.is_above and low == number.minimum,
+        is_below=number.is_below and high == number.maximum,
+    )
+    return None if _is_empty(found) else found
+
+
+def is_allowed(number: Number, value: float) -> bool:
+    """Return whether a value is within the limits, and a multiple, as the schema says."""
+    low, high = number.minimum, number.maximum
+    return (
+        (not number.is_integer or value == int(value))
+        and (low is None or value > low or (value == low and not number.is_above))
+        and (high is None or value < high or (value == high and not number.is_below))
+        and (number.multiple is None or (_exact(value) / _exact(number.multiple)).denominator == 1)
+    )
+
+
+def common_multiple(values: Sequence[float]) -> float | None:
+    """Return the least number of which all multiples of all values are multiples; None for no values.
+
+    The float64 is one whose digits `llguidance` reads exactly.
+
+    Raises:
+        SchemaError: it has too many digits; the message is the reason.
+    """
+    if not values:
+        return None
+    exact = [_exact(value) for value in values]
+    numerator = math.lcm(*(one.numerator for one in exact))
+    whole = Fraction(numerator, math.gcd(*(one.denominator for one in exact)))
+    if whole.denominator == 1 and whole.numerator <= MAX_COEFFICIENT:
+        return whole.numerator
+    for candidate in _neighbours(float(whole)) if whole <= MAX_COEFFICIENT else ():
+        if _as_read(candidate) == whole:
+            return candidate
+    raise SchemaError(f"{' and '.join(map(str, values))} has too many digits")
+
+
+def _integer(number: Number) -> Number | None:
+    low = None if number.minimum is None else math.ceil(number.minimum)
+    high = None if number.maximum is None else math.floor(number.maximum)
+    low = low + 1 if low is not None and number.is_above and low == number.minimum else low
+    high = high - 1 if high is not None and number.is_below and high == number.maximum else high
+    if (low is not None and low > MAX_INTEGER) or (high is not None and high < -MAX_INTEGER):
+        raise SchemaError("integers of more than 64 bits cannot be compared")
+    low = None if low is None else int(_rounded(max(low, -MAX_INTEGER), math.inf))
+    high = None if high is None else int(_rounded(min(high, MAX_INTEGER), -math.inf))
+    if low is not None and low >= LARGE_INTEGER and high is None:
+        high = MAX_INTEGER
+    if high is not None and high <= -LARGE_INTEGER and low is None:
+        low = -MAX_INTEGER
+    found = Number(True, low, high, multiple=number.multiple)
+    return None if _is_empty(found) else found
+
+
+def _lower(limit: float | None) -> float | None:
+    """Return the least limit that can be enforced and is not below another one."""
+    if limit is None:
+        return None
+    if limit > MAX_NUMBER:
+        raise SchemaError(f"only numbers up to {MAX_NUMBER:g} can be compared")
+    if 0 < limit < MIN_NUMBER:
+        return MIN_NUMBER
+    return 0 if -MIN_NUMBER < limit < 0 else _rounded(max(limit, -MAX_NUMBER), math.inf)
+
+
+def _upper(limit: float | None) -> float | None:
+    low = _lower(None if limit is None else -limit)
+    return None if low is None else -low
+
+
+def _rounded(limit: float, towards: float) -> float:
+    """Return the next float64 in a direction, or the limit itself where it is one."""
+    found = float(limit)
+    is_inward = found >= limit if towards > 0 else found <= limit
+    return limit if found == limit else found if is_inward else math.nextafter(found, towards)
+
+
+def _is_empty(number: Number) -> bool:
+    low, high = number.minimum, number.maximum
+    if low is None or high is None:
+        return False
+    return low > high or (low == high and (number.is_above or number.is_below))
+
+
+def _check_constant(value: float) -> None:
+    is_whole = value == int(value)
+    if is_whole and abs(value) <= MAX_INTEGER and int(float(value)) == value:
+        return
+    if is_whole or not MIN_CONSTANT <= abs(value) < MAX_CONSTANT:
+        raise SchemaError(f"the number {value} has too many digits")
+
+
+def _exact(value: float) -> Fraction:
+    """Return the decimal that is written for a number."""
+    return Fraction(Decimal(str(value)))
+
+
+def _neighbours(value: float) -> Iterable[float]:
+    below = above = value
+    yield value
+    for _ in range(4):
+        below, above = math.nextafter(below, 0), math.nextafter(above, math.inf)
+        yield from (below, above)
+
+
+def _as_read(value: float) -> Fraction | None:
+    """Return the decimal that `llguidance` reads in a float64, by repeated multiplication; None for too many digits."""
+    count = 0
+    while value != int(value):
+        value *= 10
+        count += 1
+    return Fraction(int(value), 10**count) if value <= MAX_COEFFICIENT else None

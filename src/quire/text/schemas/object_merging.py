@@ -1,0 +1,238 @@
+"""The forms of an object that several parts of a schema are about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import comb
+
+from quire.text.schemas.document import Node, SchemaError
+from quire.text.schemas.expansion import SchemaPart, count_limits
+from quire.text.schemas.forms import NEVER, Anything, Object, State, Text
+from quire.text.schemas.keywords import OF_OBJECTS
+from quire.text.schemas.patterns import to_rust
+from quire.text.schemas.states import States
+
+# Limit of the sets of properties that a limit of their number is expressed by.
+MAX_SETS = 64
+
+
+def objects(parts: Sequence[SchemaPart], states: States) -> list[Object]:
+    """Return the forms of an object that meets all parts; none where there is no such object."""
+    own = [part for part in parts if part.keywords.keys() & {*OF_OBJECTS}]
+    own = [*own, *_unevaluated(own, states)]
+    found = _Members(own, states)
+    return [*_counted(found.object(), own, states)]
+
+
+def _unevaluated(parts: Sequence[SchemaPart], states: States) -> Iterator[SchemaPart]:
+    """Yield a part for each `unevaluatedProperties`: it holds for what no part within the schema is about."""
+    for part in parts:
+        if "unevaluatedProperties" not in part.keywords:
+            continue
+        inner = [other.keywords for other in parts if id(part.node) in other.owners and not states.is_made(other.node)]
+        if any("additionalProperties" in keywords for keywords in inner):
+            continue
+        names = {name: True for keywords in inner for name in keywords.get("properties", ())}
+        patterns = {name: True for keywords in inner for name in keywords.get("patternProperties", ())}
+        more = {"patternProperties": patterns} if patterns else {}
+        rest = {"additionalProperties": part.keywords["unevaluatedProperties"]}
+        yield SchemaPart({"properties": names, **more, **rest}, part.node, part.owners)
+
+
+@dataclass(slots=True)
+class _Members:
+    """The members of an object.
+
+    Args:
+        parts: parts that are about objects.
+        states: states of the schema.
+    """
+
+    parts: Sequence[SchemaPart]
+    states: States
+
+    def object(self) -> Object:
+        """Return the object without the limits of the number of its properties."""
+        required = list(dict.fromkeys(name for part in self.parts for name in part.keywords.get("required", ())))
+        patterns = self._patterns()
+        declared = dict.fromkeys(name for part in self.parts for name in part.keywords.get("properties", ()))
+        is_closed = self._is_closed(len(declared | dict.fromkeys(required)))
+        if is_closed or not patterns:
+            declared |= dict.fromkeys(required)
+        additional = NEVER if is_closed else self.states.state(self._additional())
+        found = Object(
+            tuple((name, self.states.state(self._nodes(name))) for name in declared),
+            tuple(required),
+            patterns,
+            additional,
+        )
+        return self._with_names(found)
+
+    def _is_closed(self, num_named: int) -> bool:
+        """Return whether further properties are left out although the schema allows them.
+
+        Args:
+            num_named: number of properties that are declared or required.
+        """
+        least, _ = count_limits(self.parts, "minProperties", "maxProperties")
+        keys = {key for part in self.parts for key in part.keywords}
+        asks = keys & {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+        declares = any("properties" in part.keywords and not self.states.is_made(part.node) for part in self.parts)
+        return self.states.is_closed and declares and not asks and least <= num_named
+
+    def _nodes(self, name: str) -> list[Node]:
+        """Return what the parts say of a declared property, without their patterns."""
+        nodes: list[Node] = []
+        for part in self.parts:
+            declared = part.keywords.get("properties", {})
+            rest = part.keywords.get("additionalProperties", True)
+            if name in declared:
+                nodes.append(declared[name])
+            elif rest is not True and "patternProperties" in part.keywords:
+                why = f"it is not known whether a pattern beside it matches {name!r}, which another part declares"
+                self.states.drop(part.node, "additionalProperties", why)
+            else:
+                nodes.append(rest)
+        return nodes
+
+    def _additional(self) -> list[Node]:
+        return [part.keywords["additionalProperties"] for part in self.parts if "additionalProperties" in part.keywords]
+
+    def _patterns(self) -> tuple[tuple[str, State], ...]:
+        """Return the states of the properties whose names match a pattern."""
+        having = [part for part in self.parts if "patternProperties" in part.keywords]
+        nodes: dict[str, list[Node]] = {}
+        for part in having:
+            for pattern, node in part.keywords["patternProperties"].items():
+                try:
+                    nodes.setdefault(to_rust(pattern), []).append(node)
+                except SchemaError as error:
+                    self.states.drop(part.node, "patternProperties", str(error))
+        if having and not self.states.abilities.has_name_patterns:
+            self.states.drop(having[0].node, "patternProperties", "the names of properties have no patterns here")
+            nodes.clear()
+        if len(nodes) > 1 and not self.states.abilities.compares_patterns and not _are_disjoint([*nodes]):
+            self.states.drop(having[0].node, "patternProperties", "a name may match several of the patterns")
+            nodes.clear()
+        for part in self.parts:
+            rest, own = part.keywords.get("additionalProperties", True), part.keywords.get("patternProperties", {})
+            others = [pattern for pattern in nodes if pattern not in {to_rust(one) for one in own if _is_readable(one)}]
+            if rest is not True and own and others:
+                self.states.drop(part.node, "additionalProperties", "another part has patterns of names")
+            elif rest is not True:
+                for pattern in others:
+                    nodes[pattern].append(rest)
+        return tuple((pattern, self.states.state(each)) for pattern, each in nodes.items())
+
+    def _with_names(self, found: Object) -> Object:
+        """Return the object with names as `propertyNames` says."""
+        having = [part for part in self.parts if "propertyNames" in part.keywords]
+        if not having:
+            return found
+        forms = self.states.forms(self.states.state([part.keywords["propertyNames"] for part in having]))
+        if any(isinstance(form, Anything) or form == Text() for form in forms):
+            return found
+        texts = [form for form in forms if isinstance(form, Text)]
+        if not texts:
+            return replace(found, properties=tuple((name, NEVER) for name, _ in found.properties), additional=NEVER)
+        if not found.patterns and all(_is_list(text) for text in texts):
+            return self._listed(found, [name for text in texts for name in text.constants or ()])
+        restrictions = [*texts[0].patterns, *(("length",) if texts[0].min_length or texts[0].max_length else ())]
+        is_simple = len(texts) == 1 and texts[0].constants is None and len(restrictions) == 1
+        if found.patterns or found.properties or not is_simple or not self.states.abilities.has_name_patterns:
+            self.states.drop(
+                having[0].node, "propertyNames", "only lists of names, and one pattern of all names, can be"
+            )
+            return found
+        return replace(found, names=texts[0])
+
+    def _listed(self, found: Object, names: Sequence[str]) -> Object:
+        """Return an object that has only listed names."""
+        properties = [(name, state if name in names else NEVER) for name, state in found.properties]
+        known = {name for name, _ in properties}
+        further = [(name, found.additional) for name in dict.fromkeys(names) if name not in known]
+        more = further if found.additional != NEVER else []
+        return replace(found, properties=(*properties, *more), additional=NEVER)
+
+
+def _is_list(text: Text) -> bool:
+    return text.constants is not None and not text.patterns
+
+
+def _is_readable(pattern: str) -> bool:
+    try:
+        to_rust(pattern)
+    except SchemaError:
+        return False
+    return True
+
+
+def _are_disjoint(patterns: Sequence[str]) -> bool:
+    """Return whether no name matches two of some patterns, as far as their first characters show it."""
+    begins = [_beginning(pattern) for pattern in patterns]
+    pairs = combinations(begins, 2)
+    return all(bool(a and b) and not a.startswith(b) and not b.startswith(a) for a, b in pairs)
+
+
+def _beginning(pattern: str) -> str:
+    """Return characters with which all names begin that a pattern in Rust's syntax matches."""
+    length = (
+        0 if "|" in pattern else next((idx for idx, char in enumerate(pattern) if not char.isalnum()), len(pattern))
+    )
+    # A quantifier is about the character before it.
+    return pattern[: max(length - 1, 0)] if pattern[length : length + 1] in ("*", "?", "{") else pattern[:length]
+
+
+def _counted(found: Object, parts: Sequence[SchemaPart], states: States) -> Iterator[Object]:
+    """Yield the objects that together have all allowed numbers of properties."""
+    least, most = count_limits(parts, "minProperties", "maxProperties")
+    num_required = len(found.required)
+    optional = [name for name, state in found.properties if name not in found.required and state != NEVER]
+    is_open = found.additional != NEVER or bool(found.patterns)
+    need = max(least - num_required, 0)
+    room = None if most is None else most - num_required
+    if room is not None and (room < 0 or room < need):
+        return
+    if not is_open:
+        room = None if room is not None and room >= len(optional) else room
+        yield from _sets(found, optional, need, room, parts, states)
+    elif need > 1:
+        states.drop(_having(parts, "minProperties"), "minProperties", "a grammar does not see a name that comes twice")
+        yield found
+    elif optional and room is not None:
+        keyword = "maxProperties"
+        states.drop(_having(parts, keyword), keyword, "properties that are declared and not required are not counted")
+        yield found
+    elif optional and need:
+        for name in optional:
+            yield replace(found, required=(*found.required, name))
+        absent = tuple((name, NEVER if name in optional else state) for name, state in found.properties)
+        yield replace(found, properties=absent, min_others=1)
+    else:
+        yield replace(found, min_others=need, max_others=room)
+
+
+def _sets(
+    found: Object, optional: list[str], need: int, room: int | None, parts: Sequence[SchemaPart], states: States
+) -> Iterator[Object]:
+    """Yield a closed object for each set of properties that may be there, and each set of those that must."""
+    size = len(optional) if room is None else room
+    if need > len(optional):
+        return
+    if comb(len(optional), size) * comb(size, need) > MAX_SETS:
+        keyword = "minProperties" if need else "maxProperties"
+        states.drop(_having(parts, keyword), keyword, "there are too many sets of so many properties")
+        yield found
+        return
+    for allowed in combinations(optional, size):
+        kept = tuple(
+            (name, state if name in allowed or name in found.required else NEVER) for name, state in found.properties
+        )
+        for needed in combinations(allowed, need):
+            yield replace(found, properties=kept, required=(*found.required, *needed))
+
+
+def _having(parts: Sequence[SchemaPart], keyword: str) -> Node:
+    return next((part.node for part in parts if keyword in part.keywords), True)

@@ -1,0 +1,231 @@
+"""Grammars compiled by `llguidance`, the source of masks and forced tokens.
+
+It imports no torch, since the processes of `compile_sandbox` and `grammar_server` run it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from quire.errors import UnsupportedFeature
+from quire.sequences.structured import OR_ELSE, GrammarSource, lark_literal
+from quire.text.schemas.as_json import enforceable
+from quire.text.structured import gbnf
+from quire.text.structured.grammar_budget import GrammarBudget
+
+# Limit of the lexer's work for one mask, or one query of forced bytes (some 4 ms); and limit of the lexer states of a
+# grammar, of one or two kilobytes each.
+STEP_FUEL = 50_000
+MAX_LEXER_STATES = 50_000
+# Longer forced text is not tokenized yet: that would take long, and other threads wait.
+MAX_FORCED_BYTES = 1 << 14
+# One space, or a new line with its indentation: enough for common JSON, and bounded.
+WHITESPACE = r" |\n[ \t]{0,40}"
+NO_TEXT = b"\xff"
+# Token classes that `llguidance` precomputes, besides its own: with words, new masks of texts of words take half the
+# time.
+SLICES = ("[A-Za-z]+",)
+# In an error: the number of the line, and the lines around it.
+SOURCE_LINE = re.compile(r" \d+ \| ")
+ERROR_LINE = re.compile(r"at (\d+)\(\d+\):")
+NO_EXTENSION = "there is no text that it matches and the model can write"
+
+logger = logging.getLogger(__name__)
+
+
+class Grammar:
+    """A compiled grammar: the initial matcher, which each sequence copies.
+
+    Args:
+        matcher: matcher of `llguidance` before the first token.
+        tokenizer: result of `open_tokenizer`.
+        budget: time budget of its masks.
+    """
+
+    __slots__ = ("__weakref__", "_matcher", "_tokenizer", "budget")
+
+    def __init__(self, matcher: Any, tokenizer: Any, budget: GrammarBudget) -> None:
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+        self.budget = budget
+
+    def open(self) -> Any:
+        """Return a copy of the initial matcher; it costs a few microseconds."""
+        return self._matcher.deep_copy()
+
+    def forced(self, matcher: Any) -> tuple[int, ...]:
+        """Return the tokens that must come next; none where there is a choice, or the forced text is very long.
+
+        Where the forced text spells a special token, the tokenizer returns that token, which is no text to a matcher
+        and may even end the output. Such a text is cut into other tokens.
+
+        Args:
+            matcher: copy of this grammar's matcher.
+        """
+        # Bytes are computed much faster than tokens, and both hold the interpreter lock.
+        if not 0 < len(matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES:
+            return ()
+        tokens: list[int] = matcher.compute_ff_tokens()
+        if any(map(self._tokenizer.is_special_token, tokens)) and matcher.validate_tokens(tokens) < len(tokens):
+            # A byte that no text contains precedes special tokens that the grammar names explicitly.
+            text, _, _ = matcher.compute_ff_bytes().partition(NO_TEXT)
+            tokens = self._tokenizer.greedy_tokenize(text.decode("utf-8", "ignore"))
+        return tuple(tokens)
+
+
+def open_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) -> Any:
+    """Return a tokenizer of `llguidance`; a second of work for a large vocabulary.
+
+    Args:
+        text: content of a `tokenizer.json`.
+        vocab_size: V of the logits.
+        end_token_ids: tokens that end an output; `llguidance` itself writes the first.
+
+    Raises:
+        UnsupportedFeature: `llguidance` is not installed, or cannot read the tokenizer.
+    """
+    llguidance = import_llguidance()
+    try:
+        slices = [*llguidance.LLTokenizer.general_slices(), *SLICES]
+        return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_token_ids), slices=slices)
+    except Exception as error:  # the library raises nothing narrower
+        raise UnsupportedFeature("structured_outputs", f"the model's tokenizer cannot be used ({error})") from error
+
+
+def compile_grammar(tokenizer: Any, source: GrammarSource, *, is_trial: bool = False) -> Any:
+    """Return a matcher of a grammar, before its first token.
+
+    A rule that does not compile is replaced where the grammar says by which other one, with a warning.
+
+    Args:
+        tokenizer: result of `open_tokenizer`.
+        source: the grammar.
+        is_trial: True to warn of nothing.
+
+    Raises:
+        ValueError: it does not compile, or allows no first token; the message says why.
+    """
+    llguidance = import_llguidance()
+    limits = llguidance.LLParserLimits(
+        step_lexer_fuel=STEP_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+    )
+    while True:
+        matcher = llguidance.LLMatcher(tokenizer, _definition(llguidance, source), log_level=0, limits=limits)
+        # `llguidance` computes without end on a mask where a terminal without a text follows another one.
+        error = matcher.get_error() if matcher.is_error() else _empty_terminal(source)
+        if not error:
+            # Copies share the work for the first mask, and a grammar without a first token fails here.
+            matcher.compute_bitmask()
+            if not matcher.is_error():
+                return matcher
+            error = matcher.get_error()
+        looser = _without_rule(source, error)
+        if looser is None:
+            raise ValueError(_reason(error))
+        if not is_trial:
+            reason = SOURCE_LINE.split(_reason(error), maxsplit=1)[0]
+            logger.warning("a part of a tool's schema is not enforced, since it does not compile: %s", reason)
+        source = looser
+
+
+@cache
+def _byte_tokenizer() -> Any:
+    """Return a tokenizer whose tokens are bytes: a terminal alone is checked without the work of a vocabulary."""
+    return import_llguidance().LLTokenizer("byte")
+
+
+def _empty_terminal(source: GrammarSource) -> str:
+    """Return an error about a terminal of several expressions that no text matches together; "" where there is none."""
+    if source.kind != "grammar" or OR_ELSE not in source.text:
+        return ""
+    for number, line in enumerate(source.text.split("\n"), 1):
+        rule, separator, _ = line.partition(OR_ELSE)
+        name, _, terminal = rule.partition(": ")
+        if separator and name.isupper() and " & " in terminal:
+            text = f"%llguidance {{}}\nstart: {name}\n{rule}\n"
+            alone = import_llguidance().LLMatcher(_byte_tokenizer(), text, log_level=0)
+            if not alone.is_error():
+                alone.compute_bitmask()
+            if alone.is_error() and alone.get_error().startswith("NoExtension"):
+                return f"at {number}(1): no text meets {terminal}"
+    return ""
+
+
+def _without_rule(source: GrammarSource, error: str) -> GrammarSource | None:
+    """Return a grammar without the rule that an error is about; None where nothing takes its place."""
+    found = ERROR_LINE.match(error)
+    lines = source.text.split("\n")
+    idx = int(found[1]) - 1 if found is not None and source.kind == "grammar" else len(lines)
+    _, _, looser = lines[idx].partition(OR_ELSE) if idx < len(lines) else ("", "", "")
+    return source._replace(text="\n".join([*lines[:idx], looser, *lines[idx + 1 :]])) if looser else None
+
+
+def why(matcher: Any) -> str:
+    """Return a matcher's error message without the parser state."""
+    return _reason(matcher.get_error())
+
+
+def _reason(text: str) -> str:
+    if text.startswith("NoExtension"):
+        return NO_EXTENSION
+    text = text.partition("<state>")[0].replace("<non-verbose/>", "")
+    return " ".join(text.split())[:400] or "no reason is known"
+
+
+def check_installed() -> None:
+    """Look for `llguidance` without importing it.
+
+    Raises:
+        UnsupportedFeature: it is not installed.
+    """
+    if "llguidance" in sys.modules or find_spec("llguidance") is None:
+        import_llguidance()
+
+
+def import_llguidance() -> ModuleType:
+    """Import `llguidance`.
+
+    Raises:
+        UnsupportedFeature: it is not installed.
+    """
+    try:
+        return import_module("llguidance")
+    except ImportError as error:
+        raise UnsupportedFeature(
+            "structured_outputs", f"it needs the package llguidance ({error}): pip install llguidance"
+        ) from error
+
+
+def _definition(llguidance: ModuleType, source: GrammarSource) -> str:
+    """Return a grammar as `llguidance` reads it.
+
+    Raises:
+        ValueError: a schema that is not JSON, or a grammar that is not GBNF.
+    """
+    kind, text, has_whitespace, is_closed = source
+    make = llguidance.LLMatcher
+    if kind == "json":
+        plain = enforceable(json.loads(text), is_closed=is_closed)
+        layout: dict[str, Any] = (
+            {"whitespace_pattern": WHITESPACE} if has_whitespace else {"whitespace_flexible": False}
+        )
+        schema = json.dumps(plain.schema, ensure_ascii=False)
+        definition = make.grammar_from_json_schema(schema, overrides=layout | plain.layout)
+    elif kind == "regex":
+        definition = make.grammar_from_regex(text)
+    elif kind == "choice":
+        # One terminal for all choices: each alternative of a rule would be a parser state.
+        choices = " | ".join(map(lark_literal, json.loads(text)))
+        definition = make.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+    else:
+        definition = make.grammar_from_lark(gbnf.as_lark(text) if gbnf.is_gbnf(text) else text)
+    return str(definition)

@@ -1,0 +1,100 @@
+"""The grammars of requests: compiled on trial in a process, then where they are used, and held meanwhile."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from quire.errors import InvalidParameter
+from quire.platform.bounded.process import ProcessPool
+from quire.platform.threads import WorkerThreads
+from quire.sequences.structured import StructuredOutputs
+from quire.text.structured.compile_sandbox import CompileSandbox
+from quire.text.structured.compiled_grammar import check_installed
+from quire.text.structured.grammar_backend import GrammarBackend
+from quire.text.structured.grammar_cache import GrammarCache
+from quire.text.structured.local_grammars import HeldGrammar
+
+# More than one, so that a slow grammar does not delay all others. Each process holds the vocabulary.
+MAX_SANDBOXES = 2
+WANTED = {
+    "json": "a JSON schema",
+    "regex": "a regular expression",
+    "choice": "choices",
+    "grammar": "a grammar in Lark or GBNF",
+}
+
+
+class GrammarCompiler:
+    """Opens grammars; thread-safe.
+
+    Args:
+        grammars: the model's grammars; closed with the compiler.
+        timeout_s: that compiling one may take.
+        memory_bytes: that it may take.
+
+    Attributes:
+        grammars: the argument of this name.
+        sandboxes: the processes in which grammars are tried out.
+    """
+
+    def __init__(self, grammars: GrammarBackend, *, timeout_s: float, memory_bytes: int) -> None:
+        self.grammars = grammars
+        self._cache = GrammarCache()
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self.sandboxes = ProcessPool(self._start_sandbox, MAX_SANDBOXES)
+        self._threads = WorkerThreads(MAX_SANDBOXES, "quire-grammars")
+
+    def find(self, wanted: StructuredOutputs) -> HeldGrammar | None:
+        """Return a grammar if it is cached."""
+        return self._cache.find(wanted.source)
+
+    def open(self, wanted: StructuredOutputs) -> HeldGrammar:
+        """Return a grammar; one that is not known is tried out first, which may take `timeout_s` and longer.
+
+        The grammar stays compiled as long as the caller holds it.
+
+        Raises:
+            InvalidParameter: it does not compile, or not within the limits; the field is that of `wanted`.
+            UnsupportedFeature: the package `llguidance` is missing, or cannot read the tokenizer.
+            WorkerError: a process does not start, or has ended.
+        """
+        known = self.find(wanted)
+        if known is not None:
+            return known
+        check_installed()
+        source = wanted.source
+        allowed = f"{WANTED[source.kind]} that compiles"
+        self.grammars.start()  # while a sandbox starts: both read the tokenizer
+        error, num_bytes = self._check(wanted)
+        if error is None:
+            try:
+                return self._cache.add(source, self.grammars.hold(source, num_bytes))
+            except ValueError as failure:
+                error = str(failure)
+        raise InvalidParameter(wanted.field, source.text, f"{allowed}: {error}")
+
+    async def wait_for(self, wanted: StructuredOutputs | None) -> HeldGrammar | None:
+        """Return the grammar of `open` without blocking the event loop; None for None.
+
+        Raises:
+            WorkerError: the engine was shut down.
+        """
+        if wanted is None:
+            return None
+        known = self.find(wanted)
+        return known if known is not None else await self._threads.run(partial(self.open, wanted))
+
+    def close(self) -> None:
+        """End all processes."""
+        self._threads.close()
+        self.sandboxes.close()
+        self.grammars.close()
+
+    def _start_sandbox(self) -> CompileSandbox:
+        return CompileSandbox(self.grammars.model.setup(), self._memory_bytes)
+
+    def _check(self, wanted: StructuredOutputs) -> tuple[str | None, int]:
+        """Return why a grammar does not compile, None where it does; and the bytes of memory that it takes."""
+        with self.sandboxes.process() as sandbox:
+            return sandbox.compile(wanted.source, self._timeout_s), sandbox.num_bytes

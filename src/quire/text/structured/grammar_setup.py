@@ -1,0 +1,86 @@
+"""The grammars of one model in one process: what they are opened with, and those that are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from quire.errors import CheckpointError, UnsupportedFeature
+from quire.platform.bounded.process import RemoteCall
+from quire.sequences.structured import GrammarSource
+from quire.text.structured.compiled_grammar import Grammar, compile_grammar, open_tokenizer
+from quire.text.structured.grammar_budget import GrammarBudget
+
+
+class GrammarSetup(NamedTuple):
+    """The setup of grammars, for any process.
+
+    Args:
+        tokenizer: call that returns the text of the `tokenizer.json`.
+        vocab_size: V of the logits, ids without a token included.
+        end_token_ids: tokens that may stand where the grammar is complete; at least one.
+    """
+
+    tokenizer: RemoteCall
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+
+    def open_tokenizer(self) -> Any:
+        """Return a tokenizer of `llguidance`.
+
+        Raises:
+            UnsupportedFeature: see `quire.text.structured.compiled_grammar.open_tokenizer`; or the model's files have
+                changed, and cannot be read.
+        """
+        try:
+            text = self.tokenizer()
+        except (CheckpointError, OSError) as error:
+            raise UnsupportedFeature("structured_outputs", f"the model's tokenizer cannot be read ({error})") from error
+        return open_tokenizer(text, self.vocab_size, self.end_token_ids)
+
+
+class GrammarModel(NamedTuple):
+    """The model whose grammars are opened, perhaps in several processes.
+
+    Args:
+        tokenizer: function that returns a call for the text of the `tokenizer.json`.
+        vocab_size: V of the logits, ids without a token included.
+        end_token_ids: tokens that may stand where a grammar is complete; at least one.
+    """
+
+    tokenizer: Callable[[], RemoteCall]
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+
+    def setup(self) -> GrammarSetup:
+        """Return the setup of the grammars, for a process that starts now."""
+        return GrammarSetup(self.tokenizer(), self.vocab_size, self.end_token_ids)
+
+
+class CompiledGrammars:
+    """The grammars that are compiled in this process, as long as somebody has them; thread-safe.
+
+    Args:
+        setup: setup of the grammars.
+
+    Raises:
+        UnsupportedFeature: see `GrammarSetup.open_tokenizer`.
+    """
+
+    def __init__(self, setup: GrammarSetup) -> None:
+        self._tokenizer = setup.open_tokenizer()
+        self._vocab_size = setup.vocab_size
+        self._known: WeakValueDictionary[GrammarSource, Grammar] = WeakValueDictionary()
+
+    def find(self, source: GrammarSource) -> Grammar:
+        """Return a grammar; one that nobody has is compiled.
+
+        Raises:
+            ValueError: it does not compile; the message says why.
+        """
+        known = self._known.get(source)
+        if known is not None:
+            return known
+        grammar = Grammar(compile_grammar(self._tokenizer, source), self._tokenizer, GrammarBudget(self._vocab_size))
+        return self._known.setdefault(source, grammar)

@@ -1,0 +1,228 @@
+"""The grammar state of one sequence: the tokens that are allowed next, and those that are forced.
+
+Where the grammar leaves no choice of text, the only allowed token is the tokenizer's own for that text (special tokens
+are no text). So forced tokens are the same whether they are sampled row by row, verified as drafts, or appended without
+a step. Where the forced text is very long, all tokens that the grammar allows stay allowed until the rest of the text
+is shorter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from quire.text.structured.compiled_grammar import NO_EXTENSION, Grammar, why
+from quire.text.structured.grammar_budget import GrammarAccount, GrammarBudget
+from quire.text.structured.output_constraint import OutputConstraint
+from quire.text.structured.thinking import ThinkingGrammar
+
+# Forced tokens that one step appends at most; more wait for the next one.
+MAX_RUN = 256
+DEAD_END = "the output has come to a dead end of its grammar (structured_outputs)"
+TOO_SLOW = (
+    "the grammar of the output takes too long, as where a text can be read in many ways, and others would wait for it "
+    "(structured_outputs)"
+)
+# Number of forced tokens that are consumed between two checks of the time.
+RUN_PART = 8
+# Forced tokens, and the number of them that lie before the position.
+Forced = tuple[tuple[int, ...], int]
+NOT_FORCED: Forced = ((), 0)
+
+
+class GrammarState:
+    """The matcher of one sequence's output, which can advance and roll back.
+
+    Args:
+        grammar: the grammar; None where it does not compile, for the reason in `error`.
+        constraint: constraint of the output.
+        end_token_ids: tokens that end an output; the matcher never sees them.
+        error: reason for which the sequence cannot be sampled.
+
+    Attributes:
+        error: reason for which the sequence cannot continue; it ends its request.
+        arrival: number of the sequence's request, None for a sequence without siblings.
+        num_prompt: number of tokens before the output.
+        token_ids: tokens of the output that the matcher has consumed.
+    """
+
+    def __init__(
+        self,
+        grammar: Grammar | ThinkingGrammar | None,
+        constraint: OutputConstraint,
+        end_token_ids: tuple[int, ...],
+        error: str | None = None,
+    ) -> None:
+        self.error = error
+        self.arrival = constraint.arrival
+        self._grammar = grammar
+        self._matcher: Any = None if grammar is None else grammar.open()
+        self._account = GrammarAccount(GrammarBudget(0) if grammar is None else grammar.budget)
+        self.num_prompt = constraint.num_prompt
+        self._end_token_ids = end_token_ids
+        self._first_end = constraint.first_end
+        self._appends = constraint.appends
+        self.token_ids: list[int] = []
+        self._forced: list[Forced] = [self._find_forced()]
+
+    def fork(self, constraint: OutputConstraint) -> GrammarState:
+        """Return a copy of this state for another sequence of the request."""
+        child = object.__new__(GrammarState)
+        for name, value in self.__dict__.items():
+            setattr(child, name, value)
+        child._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        child.token_ids = self.token_ids.copy()
+        child._forced = self._forced.copy()
+        child.num_prompt = constraint.num_prompt
+        return child
+
+    def is_prefix_of(self, token_ids: list[int]) -> bool:
+        """Return True where an output begins with all the tokens of this one."""
+        known = self.token_ids
+        num_known = len(known)
+        # The last token is compared first: most beams differ there.
+        return (
+            num_known <= len(token_ids) and known[-1:] == token_ids[:num_known][-1:] and known == token_ids[:num_known]
+        )
+
+    # ---- tokens ----
+
+    def sync(self, start: int, token_ids: Sequence[int]) -> None:
+        """Roll back or advance until the output's tokens from `start` on are `token_ids`."""
+        if self.error is not None:
+            return
+        same = start + next(
+            (
+                idx
+                for idx, token_id in enumerate(token_ids)
+                if start + idx >= len(self.token_ids) or self.token_ids[start + idx] != token_id
+            ),
+            len(token_ids),
+        )
+        rest = token_ids[same - start :]
+        if not self._roll_back(len(self.token_ids) - same) or not rest:
+            return
+        self._account.start()
+        for idx in range(0, len(rest), RUN_PART):
+            part = rest[idx : idx + RUN_PART]
+            if self._advance(part) < len(part):
+                self.error = DEAD_END
+            if not self._charge(len(part)):
+                return
+
+    def append(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Consume the sampled tokens, and return them with the forced tokens after them."""
+        self._account.start()
+        num_taken = self._advance(token_ids)
+        if not self._charge(num_taken) or num_taken < len(token_ids) or not self._appends:
+            return token_ids  # they end the sequence, or forced tokens are sampled
+        run = list(token_ids)
+        limit = len(run) + MAX_RUN
+        while len(run) < limit:
+            forced, idx = self._forced[-1]
+            rest = forced[idx : idx + min(limit - len(run), RUN_PART)]
+            num_taken = self._advance(rest)
+            run += rest[:num_taken]
+            if num_taken < len(rest):
+                if rest[num_taken] in self._end_token_ids and self.position >= self._first_end:
+                    run.append(rest[num_taken])
+                break
+            if not rest or not self._charge(num_taken):
+                break
+        return tuple(run)
+
+    def _charge(self, count: int) -> bool:
+        """Charge the time of `count` masks and tokens; return False where there is an error, such as no time left."""
+        if not self._account.charge(count) and self.error is None:
+            self.error = TOO_SLOW
+        return self.error is None
+
+    @property
+    def position(self) -> int:
+        """Position of the next token in prompt and output."""
+        return self.num_prompt + len(self.token_ids)
+
+    def _advance(self, token_ids: Sequence[int]) -> int:
+        """Consume tokens up to one that ends the output or that the grammar forbids; return the number consumed."""
+        for num_taken, token_id in enumerate(token_ids):
+            if token_id in self._end_token_ids or self._matcher.try_consume_tokens([token_id]) != 1:
+                return num_taken
+            forced, idx = self._forced[-1]
+            is_on_course = idx + 1 < len(forced) and forced[idx] == token_id
+            self.token_ids.append(token_id)
+            self._forced.append((forced, idx + 1) if is_on_course else self._find_forced())
+        return len(token_ids)
+
+    def _roll_back(self, num_tokens: int) -> bool:
+        """Remove the last tokens; return False where the matcher cannot."""
+        if not num_tokens:
+            return True
+        del self.token_ids[-num_tokens:], self._forced[-num_tokens:]
+        if not self._matcher.rollback(num_tokens):
+            self.error = f"the grammar of the output cannot go back: {why(self._matcher)}"
+        return self.error is None
+
+    def _find_forced(self) -> Forced:
+        """Return the tokens that the grammar forces at the current position."""
+        if self.error is not None or self._grammar is None:
+            return NOT_FORCED
+        if self._matcher.is_stopped():
+            is_only = len(self._end_token_ids) == 1 and not self._matcher.is_error()
+            return (self._end_token_ids, 0) if is_only else NOT_FORCED
+        return self._grammar.forced(self._matcher), 0
+
+    # ---- masks ----
+
+    def begin_step(self, step: int) -> None:
+        """Pay off the grammar's debt at the start of a step."""
+        self._account.budget.begin_step(step)
+
+    def fill(self, masks: Sequence[memoryview], draft: Sequence[int]) -> int:
+        """Fill the mask of the next row, and those after the drafts that the grammar allows.
+
+        Args:
+            masks: memory of the masks, one more than drafts: bits by token id, little-endian, `ceil(V / 32)` words of
+                four bytes, at addresses divisible by four.
+            draft: tokens that are drafted next.
+
+        Returns:
+            Number of filled masks. There is none after a draft that the grammar forbids, or that ends the output: such
+            a draft is never accepted.
+        """
+        if self.error is None and self._account.is_overdrawn:
+            self.error = TOO_SLOW
+        if self.error is not None:
+            return 0
+        self._account.start()
+        num_masks = 0
+        if self._fill_row(masks[0]):
+            num_masks = 1 + (self._fill_drafts(masks[1:], draft) if draft else 0)
+        self._charge(2 * num_masks)  # with the drafts between them
+        return num_masks
+
+    def _fill_drafts(self, masks: Sequence[memoryview], draft: Sequence[int]) -> int:
+        """Fill the masks after drafts; an error there is ignored, since the drafts may not be accepted."""
+        # A matcher cannot recover from an error.
+        before, num_before = self._matcher.deep_copy(), len(self.token_ids)
+        num_masks = 0
+        for token_id, row in zip(draft, masks, strict=True):
+            if not self._advance((token_id,)) or not self._fill_row(row):
+                break
+            num_masks += 1
+        self._matcher, self.error = before, None
+        del self.token_ids[num_before:], self._forced[num_before + 1 :]
+        return num_masks
+
+    def _fill_row(self, row: memoryview) -> bool:
+        forced, idx = self._forced[-1]
+        if forced:
+            row[:] = bytes(len(row))
+            row[forced[idx] >> 3] = 1 << (forced[idx] & 7)
+            return True
+        self._matcher.unsafe_compute_mask_ptr(ctypes.addressof(ctypes.c_char.from_buffer(row)), len(row))
+        if self._matcher.is_error():
+            reason = why(self._matcher)
+            self.error = DEAD_END if reason == NO_EXTENSION else f"the grammar of the output failed: {reason}"
+            return False
+        return True

@@ -1,0 +1,1 @@
+"""Parts of tokenizers: pieces, control tokens, cuts of long texts."""
