@@ -124,7 +124,7 @@ def requests(case: str, seed: int, num_sessions: int) -> list[Task]:
             turns = agents.trace(seed, num_sessions, has_history=TRACES[case])
         return [Task(_tokens_of(turn.prompt), _tokens_of(turn.output)) for turn in turns]
     rng = random.Random(f"{case} {seed}")
-    with closing(Tokenizer.from_folder(agents.PACKAGE / "bundled")) as tokenizer:
+    with closing(Tokenizer.from_folder(agents.PACKAGE / "models" / "bundled")) as tokenizer:
         texts = [rng.choice(OPENINGS).format(rng.choice(NAMES), rng.choice(PLACES)) for _ in range(NUM_STORIES)]
         return [Task(tokenizer.encode(text), None, ends=True) for text in dict.fromkeys(texts)]
 

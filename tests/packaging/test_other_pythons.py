@@ -17,7 +17,7 @@ CONTROL_PLANE = """
 import pkgutil, re, sys
 from pathlib import Path
 import quire
-for package in ("memory", "scheduling", "sequences", "decoding", "config", "simulation", "bounded", "errors"):
+for package in ("memory", "scheduling", "sequences", "config", "measurement.simulation", "platform.bounded", "errors"):
     module = __import__(f"quire.{package}", fromlist=["_"])
     for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"quire.{package}."):
         __import__(found.name)
