@@ -240,15 +240,16 @@ class Totals(NamedTuple):
         return cls(len(files), sum(map(count_code, files)), len(calls), count_all_changes(calls))
 
 
+def _shown(kind: str, totals: Totals) -> str:
+    files, code, calls, changes = totals
+    return f"{kind}: {files} files, {code:,} lines of code, {calls} calls, {changes} changes of file"
+
+
 def main(kind: str = "greedy", form: str = "files") -> int:
     """Print the walk and its counts, or with the form "calls" each call with its thread."""
     if kind == "all":
         for name, tracer in TRACERS.items():
-            totals = Totals.of(tracer())
-            print(
-                f"{name}: {totals.files} files, {totals.code:,} lines of code, {totals.calls} calls, "
-                f"{totals.changes} changes of file"
-            )
+            print(_shown(name, Totals.of(tracer())))
         return 0
     calls = TRACERS[kind]()
     if form == "calls":
@@ -261,9 +262,7 @@ def main(kind: str = "greedy", form: str = "files") -> int:
     for path, names in functions.items():
         print(f"{count_code(path):5} {path}: {', '.join(names)}")
     totals = Totals.of(calls)
-    print(
-        f"{kind}: {totals.files} files, {totals.code:,} lines of code, {totals.calls} calls, {totals.changes} changes"
-    )
+    print(_shown(kind, totals))
     if kind == "greedy":
         control = [call for call in calls if call.is_control]
         print(f"control plane: {len({call.path for call in control})} files, {len(control)} calls")
