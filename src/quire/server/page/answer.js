@@ -39,11 +39,14 @@ function read(message, choice, hasChat) {
   return Boolean(reasoning || delta.content || delta.tool_calls);
 }
 
+// Tokens that arrived together, as on a busy machine, say nothing of the rate at which they were written.
+const SHORTEST_MS = 5;
+
 function noteOf({ usage, waited, wrote, isBranch, blockSize, shared, samples }) {
   const cached = usage.prompt_tokens_details?.cached_tokens ?? 0, total = usage.prompt_tokens;
   const blocks = isBranch && blockSize ? ` (${count(Math.floor(cached / blockSize))} blocks)` : "";
   const read = isBranch ? `branch: ${count(cached)} of ${count(total)} prompt tokens shared${blocks}` : `${count(total)} tokens read, ${count(cached)} from cache`;
-  const rate = usage.completion_tokens > 1 && wrote > 0 ? `, ${((usage.completion_tokens - 1) / wrote * 1000).toFixed(1)} tokens/s` : "";
+  const rate = usage.completion_tokens > 1 && wrote >= SHORTEST_MS ? `, ${((usage.completion_tokens - 1) / wrote * 1000).toFixed(1)} tokens/s` : "";
   // What was seen of the block tables; of an answer that was too short for that, the whole blocks of its prompt.
   const seen = shared ?? (blockSize ? { fewer: (samples - 1) * Math.floor(total / blockSize) } : null);
   const held = seen?.blocks ? ` in ${count(seen.blocks)} blocks,` : ":";
