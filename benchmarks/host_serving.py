@@ -32,6 +32,7 @@ from benchmarks.host_steps import CACHE, VOCAB, make_ladder
 from benchmarks.make_model import write
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.startup.start import load
 from quire.engine.startup.wrappers import Wrappers
 from quire.execution.device_tokens.deferred_tokens import AheadBatchBuilder, DeferredTokens
@@ -155,7 +156,7 @@ def serve(engine: Engine, temperature: float) -> list[float]:
     """Serve the requests; return seconds of processor time of each step."""
     for idx, (prompt, count) in enumerate(nano_requests(SHAPE.vocab_size)):
         params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=count, detokenize=False)
-        engine.add_request(str(idx), prompt, params, final_only=True)
+        engine.add_request(str(idx), prompt, params, RequestOptions(final_only=True))
     seconds = []
     while engine.has_unfinished:
         began = time.thread_time()

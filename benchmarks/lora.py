@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from benchmarks.machine import facts
 from benchmarks.make_model import QWEN3, ensure
 from quire import LLM, LoRARequest, SamplingParams
+from quire.engine.inputs.request_options import RequestOptions
 
 NUM_SEQS, NUM_ADAPTERS, RANK = 16, 8, 16
 MARK = 1.15  # of the time without adapters, at most, for 8 adapters
@@ -69,7 +70,7 @@ def run(llm: LLM, adapters: list[LoRARequest | None], seed: int) -> Run:
     for idx in range(NUM_SEQS):
         prompt = torch.randint(1000, 100_000, (PROMPT_TOKENS,), generator=generator).tolist()
         adapter = adapters[idx % len(adapters)]
-        engine.add_request(f"{seed}-{idx}", {"prompt_token_ids": prompt}, params, lora_request=adapter)
+        engine.add_request(f"{seed}-{idx}", {"prompt_token_ids": prompt}, params, RequestOptions(lora_request=adapter))
     steps, begin = [], time.perf_counter()
     while engine.has_unfinished:
         start = time.perf_counter()

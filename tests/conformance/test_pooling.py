@@ -10,6 +10,7 @@ import transformers
 
 from quire import LLM, PoolingParams, SamplingParams
 from quire.engine.inputs.prompts import Prompt
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.outputs.outputs import RequestOutput
 from quire.memory import check
 from quire.sequences.pooling import NO_SAMPLING, Pooling
@@ -73,8 +74,8 @@ def test_embeddings_among_generations(
     engine, prompts = llm.engine, core_reference.prompts
     for idx, prompt in enumerate(prompts):
         pooled = [engine.requests.prepare_pooled(prompt, pooling) for pooling in (Pooling(), Pooling(IDS))]
-        engine.add_request(f"state-{idx}", pooled[0], NO_SAMPLING, priority=1)
-        engine.add_request(f"logits-{idx}", pooled[1], NO_SAMPLING, priority=1)
+        engine.add_request(f"state-{idx}", pooled[0], NO_SAMPLING, RequestOptions(priority=1))
+        engine.add_request(f"logits-{idx}", pooled[1], NO_SAMPLING, RequestOptions(priority=1))
     whole: dict[str, RequestOutput] = {}
     late = list(prompts)
     while late or engine.has_unfinished:
@@ -126,7 +127,7 @@ def test_means_in_chunks_and_after_preemptions(core_reference: Reference, swap_s
     engine, found, late = llm.engine, {}, prompts[-2:]
     for idx, prompt in enumerate(prompts):
         prepared = engine.requests.prepare_pooled(prompt, Pooling(kind="mean"))
-        engine.add_request(f"mean-{idx}", prepared, NO_SAMPLING, priority=1)
+        engine.add_request(f"mean-{idx}", prepared, NO_SAMPLING, RequestOptions(priority=1))
     while engine.has_unfinished:
         if late and any(each.num_computed > 4 and each.request.pooling for each in engine.scheduler.running):
             engine.add_request(f"text-{len(late)}", late.pop(), SamplingParams(temperature=0.0, max_tokens=2))

@@ -12,6 +12,7 @@ import pytest
 from quire import LLM, AsyncLLM, LoRARequest, SamplingParams
 from quire.engine.exporters.lora_collector import LoraMetrics
 from quire.engine.exporters.prometheus import Metrics
+from quire.engine.inputs.request_options import RequestOptions
 from quire.errors import (
     ConfigError,
     InvalidAdapter,
@@ -148,11 +149,15 @@ def test_requests_that_run_go_on_with_what_they_began_with(world: World) -> None
             for output in engine.step():
                 outputs.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
 
-        engine.add_request("first", {"prompt_token_ids": PROMPT}, GREEDY, lora_request=LoRARequest("one"))
+        engine.add_request(
+            "first", {"prompt_token_ids": PROMPT}, GREEDY, RequestOptions(lora_request=LoRARequest("one"))
+        )
         step()
         in_place = LoRARequest("one", lora_path=world.paths["two"], load_inplace=True)
         engine.adapters.load(in_place, engine.adapters.read(world.paths["two"]))
-        engine.add_request("second", {"prompt_token_ids": PROMPT}, GREEDY, lora_request=LoRARequest("one"))
+        engine.add_request(
+            "second", {"prompt_token_ids": PROMPT}, GREEDY, RequestOptions(lora_request=LoRARequest("one"))
+        )
         step()
         engine.adapters.unload("one")
         with pytest.raises(InvalidAdapter, match="2 adapters are loaded, and max_cpu_loras is 2"):
@@ -228,7 +233,7 @@ def test_the_metric_names_running_and_waiting_adapters(world: World) -> None:
         assert [*labels().values()] == ["", "", "5"]
         for idx, name in enumerate(("two", "", "one", "same", "three")):
             adapter = world.request(name) if name else None
-            llm.engine.add_request(str(idx), {"prompt_token_ids": PROMPT}, GREEDY, lora_request=adapter)
+            llm.engine.add_request(str(idx), {"prompt_token_ids": PROMPT}, GREEDY, RequestOptions(lora_request=adapter))
         assert [*labels().values()] == ["", "one,three,two", "5"]
         llm.engine.step()
         assert [*labels().values()] == ["one,two", "one,three", "5"]
@@ -324,8 +329,8 @@ def test_steps_that_are_launched_ahead_go_through_their_adapters(world: World) -
         adapter = world.request(name)
         tokens, _ = run(in_order, adapter)
         stop = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(tokens[4],))
-        ahead.engine.add_request("short", {"prompt_token_ids": PROMPT}, stop, lora_request=adapter)
-        ahead.engine.add_request("long", {"prompt_token_ids": PROMPT[:9]}, GREEDY, lora_request=adapter)
+        ahead.engine.add_request("short", {"prompt_token_ids": PROMPT}, stop, RequestOptions(lora_request=adapter))
+        ahead.engine.add_request("long", {"prompt_token_ids": PROMPT[:9]}, GREEDY, RequestOptions(lora_request=adapter))
         found: dict[str, list[int]] = {"short": [], "long": []}
         while ahead.engine.has_unfinished:
             for output in ahead.engine.step():

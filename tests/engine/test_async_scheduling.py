@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.async_engine import AsyncEngine, StepInFlight
+from quire.engine.inputs.request_options import RequestOptions
 from quire.errors import ConfigError
 from quire.execution.sampling.device.deferred_sampler import DeferredSampler
 from quire.memory import check
@@ -81,7 +82,7 @@ class AheadEngine:
         params = replace(job.params, seed=seed, detokenize=False)
         prompt = {"prompt_token_ids": list(job.prompt)}
         options: dict[str, Any] = {"priority": job.priority, "flow": job.flow, "cache_salt": job.cache_salt}
-        self.engine.add_request(str(seed), prompt, params, **options)
+        self.engine.add_request(str(seed), prompt, params, RequestOptions(**options))
         self.outputs[str(seed)] = []
 
     def step(self) -> None:
@@ -313,7 +314,7 @@ def serve(llm: LLM, *, final_only: bool = False) -> list[Any]:
     engine, found = llm.engine, dict[str, RequestOutput]()
     given_params = mixed_params() * 2
     for place, params in enumerate(given_params):
-        engine.add_request(str(place), STORY[: 17 * (place % 4) + 12], params, final_only=final_only)
+        engine.add_request(str(place), STORY[: 17 * (place % 4) + 12], params, RequestOptions(final_only=final_only))
         for news in engine.step() if place % 3 else []:
             add(found, news)
     while engine.has_unfinished:

@@ -20,6 +20,7 @@ from quire import LLM, SamplingParams
 from quire.distributed.kvstore.arriving import ArrivingBytes
 from quire.distributed.kvstore.store_stats import StoreStats
 from quire.engine.async_llm import AsyncLLM
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.kv.disk_prefetch import REFUSALS, SAVE_S
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError
@@ -110,7 +111,7 @@ def test_saving_at_the_end_takes_no_longer_than_it_may(tmp_path: Path, monkeypat
 
 def test_another_salt_finds_nothing(tmp_path: Path, expected: list[str]) -> None:
     llm = start(tmp_path / "cache")
-    llm.engine.add_request("a", PROMPTS[0], GREEDY, cache_salt="tenant")
+    llm.engine.add_request("a", PROMPTS[0], GREEDY, RequestOptions(cache_salt="tenant"))
     outputs = [output for _ in range(100) if llm.engine.has_unfinished for output in llm.engine.step()]
     assert outputs[-1].num_cached_tokens == 0
     assert "".join(output.outputs[0].text for output in outputs) == expected[0]

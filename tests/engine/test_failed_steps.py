@@ -13,6 +13,7 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import Engine
+from quire.engine.inputs.request_options import RequestOptions
 from quire.errors import WorkerError
 from quire.memory import (
     FullAttention,
@@ -137,7 +138,9 @@ def run_world(
             prompt, params, own_seed = waiting.pop(request_id)
             params = {**params, "seed": own_seed}
             prompt_dict = {"prompt_token_ids": prompt}
-            engine.add_request(request_id, prompt_dict, SamplingParams(**params), retain_cache=rng.random() < 0.2)
+            engine.add_request(
+                request_id, prompt_dict, SamplingParams(**params), RequestOptions(retain_cache=rng.random() < 0.2)
+            )
         failed.update(collect(outputs, engine.step()))
         if engine.num_steps % 4 == 0:
             check(memory)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.distributed.kv_events.publisher import KVEventPublisher
+from quire.engine.inputs.request_options import RequestOptions
 from quire.errors import ConfigError
 from quire.fleet.routing.shadow_tree import Scope, ShadowTree
 from quire.memory.kv_events import AllBlocksCleared, BlockStored, encode
@@ -131,7 +132,7 @@ def test_a_disabled_publisher_publishes_nothing() -> None:
 def test_a_block_of_another_salt_is_in_a_scope_of_its_own(engine: LLM) -> None:
     source = engine.engine.kv_events
     assert source is not None
-    engine.engine.add_request("a", STORY, GREEDY, cache_salt="mine", tenant="blue")
+    engine.engine.add_request("a", STORY, GREEDY, RequestOptions(cache_salt="mine", tenant="blue"))
     while engine.engine.has_unfinished:
         engine.engine.step()
     first = next(event for event in source._collector.snapshot() if isinstance(event, BlockStored))

@@ -12,6 +12,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.inputs.prompts import Prompt
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.outputs.outputs import RequestMetrics
 from quire.engine.startup import loading
 from quire.errors import ConfigError, InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
@@ -283,7 +284,7 @@ def test_an_output_that_is_only_final_is_all_deltas_together(llm: LLM, params: S
     num_ended = 0
     for num_steps in (0, 1, 2, 9, 60):
         for name in ("deltas", "final"):
-            llm.engine.add_request(name, STORIES[0], params, final_only=name == "final")
+            llm.engine.add_request(name, STORIES[0], params, RequestOptions(final_only=name == "final"))
         outputs = [output for _ in range(num_steps) for output in llm.engine.step()]
         num_ended += sum(output.finished for output in outputs)
         aborted = [llm.engine.abort_request(name) for name in ("deltas", "final")]
@@ -314,7 +315,7 @@ def test_parameters_and_priorities_at_the_engines_door(llm: LLM) -> None:
     wrong = (("priority", 1.5), ("priority", True), *((field, value) for field in NAMES for value in ("", 7)))
     for field, value in wrong:
         with pytest.raises(InvalidParameter, match=field):
-            llm.engine.add_request("x", STORIES[0], greedy(), **{field: value})
+            llm.engine.add_request("x", STORIES[0], greedy(), RequestOptions(**{field: value}))
     llm.engine.add_request("twice", STORIES[0], greedy())
     with pytest.raises(InvalidParameter, match="request_id"):
         llm.engine.add_request("twice", STORIES[0], greedy())
@@ -329,7 +330,7 @@ def test_what_has_another_name_is_kept_apart(llm: LLM, field: str) -> None:
 
     def cached(name: str | None) -> int:
         options: dict[str, Any] = {field: name}
-        llm.engine.add_request("named", prompt, greedy(1), **options)
+        llm.engine.add_request("named", prompt, greedy(1), RequestOptions(**options))
         (output,) = [output for output in llm.engine.step() if output.finished]
         return output.num_cached_tokens
 

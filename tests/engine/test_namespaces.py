@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.inputs.request_builder import MAX_SALT_BYTES, MAX_TENANT_BYTES, read_namespace
+from quire.engine.inputs.request_options import MAX_SALT_BYTES, MAX_TENANT_BYTES, read_namespace
 from quire.errors import InvalidParameter
 
 

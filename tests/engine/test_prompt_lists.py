@@ -9,6 +9,7 @@ import pytest
 
 from quire import LLM, PoolingParams
 from quire.engine.inputs.prompts import Prompt
+from quire.engine.inputs.request_options import RequestOptions
 from quire.errors import InvalidParameter, PromptTooLong, RequestError, UnsupportedFeature
 from tests.engine.test_llm import STORIES, greedy, load
 
@@ -27,7 +28,7 @@ def test_prompts_of_a_list_may_have_priorities(llm: LLM) -> None:
     with load(scheduling_policy="priority", max_num_seqs=1) as one:
         for priority, expected in (([2, 0, 1], ["1", "2", "0"]), (7, ["0", "1", "2"]), (None, ["0", "1", "2"])):
             ends: list[str] = []
-            for output in one._run(STORIES[:3], greedy(2, ignore_eos=True), priority=priority):
+            for output in one._run(STORIES[:3], greedy(2, ignore_eos=True), RequestOptions(), priority=priority):
                 ends += [output.request_id] * output.finished
             assert ends == expected
             assert len(one.generate(STORIES[:3], greedy(1), use_tqdm=False, priority=priority)) == 3

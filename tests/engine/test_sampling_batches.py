@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire import LLM, SamplingParams
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import RequestError
 from quire.execution.sampling import beam_sampling
@@ -109,7 +110,7 @@ def serve(llm: LLM, requests: list[Asked]) -> list[RequestOutput | Refusal]:
             if engine.config.scheduling_policy != "priority":
                 options = {**options, "priority": 0}
             try:
-                engine.add_request(str(place), one.prompt, params, **options)
+                engine.add_request(str(place), one.prompt, params, RequestOptions(**options))
             except RequestError as error:
                 outputs[str(place)] = (error.code, str(error))
         for news in engine.step():

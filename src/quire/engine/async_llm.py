@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig, ResolvedConfig
@@ -19,6 +20,7 @@ from quire.engine.exporters.kv_report import KvReport
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.inputs.prompts import Prompt
 from quire.engine.inputs.request_builder import PreparedRequest
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.inputs.tokenizer_pool import TokenizerPool
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats, Health
@@ -165,33 +167,35 @@ class AsyncLLM:
                 for which it returns True is not yielded. With `RequestOutputKind.DELTA` only.
 
         Raises:
-            RequestError: the request was refused; raised at the first item. `QueueFull` where no slot is free.
+            RequestError: the request was refused; raised at the first item, or at once for an option
+                of a wrong type. `QueueFull` where no slot is free.
             EngineClosed: the engine was shut down.
             WorkerError: the engine is dead.
         """
-        options = {
-            "priority": priority,
-            "flow": flow,
-            "add_special_tokens": add_special_tokens,
-            "cache_salt": cache_salt,
-            "tenant": tenant,
-            "retain_cache": retain_cache,
-            "lora_request": lora_request,
-            "final_only": getattr(sampling_params, "output_kind", None) is RequestOutputKind.FINAL_ONLY or final_only,
-        }
-        return self._stream(prompt, sampling_params, options, place, request_id, take=take)
+        options = RequestOptions(
+            priority=priority,
+            flow=flow,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            retain_cache=retain_cache,
+            add_special_tokens=add_special_tokens,
+            lora_request=lora_request,
+            final_only=getattr(sampling_params, "output_kind", None) is RequestOutputKind.FINAL_ONLY or final_only,
+        )
+        return self.stream(prompt, sampling_params, options, place=place, request_id=request_id, take=take)
 
-    async def _stream(
+    async def stream(
         self,
         prompt: Prompt | PreparedRequest,
         params: SamplingParams,
-        options: Mapping[str, Any],
-        place: SlotReservation | None = None,
+        options: RequestOptions,
+        *,
         request_id: str | None = None,
-        on_end: Callable[[Engine], None] | None = None,
+        place: SlotReservation | None = None,
         take: Callable[[RequestOutput], bool] | None = None,
+        on_end: Callable[[Engine], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Submit a request, once its texts are tokens, and yield its outputs; see `generate` and `Stream`."""
+        """Submit a request, once its texts are tokens, and yield its outputs; see `generate`, `Stream`."""
         if isinstance(params, SamplingParams):  # else it is refused below
             params = params.clone()
         mailbox, sink = OutputMailbox(take), LoopSink(asyncio.get_running_loop())
@@ -252,7 +256,7 @@ class AsyncLLM:
         Arguments, result and errors are those of `LLM.pin_prefix`; a prompt that must be computed needs a slot of the
         queue, like any request.
         """
-        options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant}
+        options = RequestOptions(cache_salt=cache_salt, tenant=tenant)
         (read,) = await self.texts.prepare([prompt], ONE_TOKEN, add_special_tokens=add_special_tokens)
         asked = await self.adapters.ready(lora_request)
         num_tokens = 0
@@ -260,13 +264,12 @@ class AsyncLLM:
         def pin(engine: Engine) -> None:
             nonlocal num_tokens
             adapter = acquire_adapter(engine.adapters, asked)
-            num_tokens = engine.pins.pin(
-                name, read.prompt, adapter=None if adapter is None else adapter.digest, **options
-            )
+            digest = None if adapter is None else adapter.digest
+            num_tokens = engine.pins.pin(name, read.prompt, adapter=digest, cache_salt=cache_salt, tenant=tenant)
 
         await self._call(pin)
         if not num_tokens:
-            async for _ in self._stream(read, ONE_TOKEN, {**options, "lora_request": asked}, on_end=pin):
+            async for _ in self.stream(read, ONE_TOKEN, replace(options, lora_request=asked), on_end=pin):
                 pass
         if not num_tokens:
             raise WorkerError(f"the prefix {name!r} could not be computed")

@@ -13,6 +13,7 @@ from quire.engine.control.step_recorder import StepRecorder
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.inputs.prompts import Prompt, PromptReader
 from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.kv.handover import HandOver
 from quire.engine.kv.kv_events import KVEventSource
@@ -30,11 +31,13 @@ from quire.memory.usage import Usage
 from quire.scheduling.plan import StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.decoding.speculation import AdaptiveDrafter
-from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.sequences.status import FinishReason
 from quire.text.structured.grammar_compiler import GrammarCompiler
 from quire.text.tokenizers.tokenizer import Tokenizer
+
+# The options of a request that has none of its own.
+DEFAULT_OPTIONS = RequestOptions()
 
 
 class Engine:
@@ -115,16 +118,9 @@ class Engine:
         request_id: str,
         prompt: Prompt | PreparedRequest,
         params: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
-        priority: int = 0,
-        flow: str | None = None,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
-        retain_cache: bool = False,
-        add_special_tokens: bool = True,
         arrival_s: float | None = None,
-        lora_request: LoRARequest | None = None,
-        final_only: bool = False,
     ) -> None:
         """Check a request and queue it.
 
@@ -133,9 +129,8 @@ class Engine:
             prompt: text, token ids, or a mapping with one of them; token ids with `media`, see `EmbeddingsReader`. Or
                 the result of `requests.prepare` for the prompt and `params`.
             params: valid sampling parameters.
-            priority, flow, cache_salt, tenant, retain_cache, add_special_tokens, lora_request: see `AsyncLLM.generate`.
+            options: its options; with `final_only` it has one output, once it has ended.
             arrival_s: time of arrival on the engine's clock; None is now.
-            final_only: True for one output once the request has ended, which costs less than deltas step by step.
 
         Raises:
             RequestError: the request is refused, with the field, the value and the allowed values; nothing is queued.
@@ -148,22 +143,17 @@ class Engine:
             request_id,
             prompt,
             params,
+            options,
             arrival=self._num_requests,
             can_guess=self.scheduler.drafter is not None,
-            priority=priority,
-            flow=flow,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            retain_cache=retain_cache,
-            add_special_tokens=add_special_tokens,
-            adapter=acquire_adapter(self.adapters, lora_request),
+            adapter=acquire_adapter(self.adapters, options.lora_request),
         )
         self.scheduler.add(request)
         if self._hand_over is not None:
             self._hand_over.add(request, self.scheduler.requests)
         self._num_requests += 1
         arrival_s = self._clock() if arrival_s is None else arrival_s
-        self.outputs.add_request(request, text, arrival_s, final_only=final_only)
+        self.outputs.add_request(request, text, arrival_s, final_only=options.final_only)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in any state, and free its memory.

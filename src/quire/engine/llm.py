@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -15,6 +16,7 @@ from quire.engine.engine import Engine
 from quire.engine.exporters.kv_report import KvReport
 from quire.engine.inputs.prompt_names import naming_conversation, naming_prompt, prompt_name
 from quire.engine.inputs.prompts import Prompt
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats
 from quire.engine.outputs.beam_search import BeamSearchOutput, BeamSearchParams, beam_outputs
@@ -138,7 +140,7 @@ class LLM(PooledLLM):
         digest = None if adapter is None else adapter.digest
         pin = partial(self.engine.pins.pin, name, prompt, adapter=digest, **options)
         if not (num_tokens := pin()):
-            list(self._run(prompt, ONE_TOKEN, None, lora_request, **options))
+            list(self._run(prompt, ONE_TOKEN, RequestOptions(**options), lora_request))
             num_tokens = pin()
         if not num_tokens:
             raise WorkerError(f"the prefix {name!r} could not be computed")
@@ -194,9 +196,8 @@ class LLM(PooledLLM):
         is_on_gpu = self.resolved.device != "cpu"
         with frozen_heap(is_wanted=is_on_gpu), ProgressBar(is_shown=use_tqdm) as progress:
             outputs: list[RequestOutput] = []
-            options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
-            options |= {"priority": priority, "final_only": True}
-            for output in self._run(prompts, sampling_params, progress.start, lora_request, **options):
+            options = RequestOptions(cache_salt=cache_salt, tenant=tenant, retain_cache=retain_cache, final_only=True)
+            for output in self._run(prompts, sampling_params, options, lora_request, priority, progress.start):
                 outputs.append(output)
                 progress.advance(output)
         for output in outputs:
@@ -345,8 +346,8 @@ class LLM(PooledLLM):
         many = as_prompts(prompts)
         each = self._params_of(sampling_params, len(many))
         collectors: dict[int, OutputCollector] = {}
-        options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
-        with closing(self._run(many, each, None, lora_request, **options)) as deltas:
+        options = RequestOptions(cache_salt=cache_salt, tenant=tenant, retain_cache=retain_cache)
+        with closing(self._run(many, each, options, lora_request)) as deltas:
             for delta in deltas:
                 index = int(delta.request_id)
                 if index not in collectors:
@@ -369,12 +370,12 @@ class LLM(PooledLLM):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params,
-        on_start: Any = None,
+        options: RequestOptions,
         lora_request: Adapters = None,
         priority: int | Sequence[int] | None = None,
-        **options: Any,
+        on_start: Any = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Queue all prompts, or none, with options of `Engine.add_request`; then step until they have finished."""
+        """Queue all prompts, or none, then step until they have finished; each has its own adapter and priority."""
         self._check_open()
         self._check_idle()
         many = as_prompts(prompts)
@@ -385,7 +386,8 @@ class LLM(PooledLLM):
         try:
             for idx, (prompt, wanted, adapter, level) in enumerate(zip(many, each, adapters, levels, strict=True)):
                 with naming_prompt(prompt_name(idx, len(many))):
-                    self.engine.add_request(str(idx), prompt, wanted, lora_request=adapter, priority=level, **options)
+                    own = replace(options, lora_request=adapter, priority=level)
+                    self.engine.add_request(str(idx), prompt, wanted, own)
                 queued.append(str(idx))
             if on_start is not None:
                 on_start(sum(wanted.n for wanted in each))

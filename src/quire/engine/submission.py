@@ -7,8 +7,8 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 from quire.engine.async_adapters import AsyncAdapters
 from quire.engine.async_commands import Abort, OutputSink, Stream
@@ -17,6 +17,7 @@ from quire.engine.engine_thread import EngineThread
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.inputs.prompts import Prompt
 from quire.engine.inputs.request_builder import PreparedRequest
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.inputs.tokenizer_pool import TokenizerPool
 from quire.engine.outputs.mailbox import Item
 from quire.engine.queue_slots import QueueSlots, SlotReservation
@@ -75,7 +76,7 @@ class Submitter:
         self,
         prompt: Prompt | PreparedRequest,
         params: SamplingParams,
-        options: Mapping[str, Any],
+        options: RequestOptions,
         sink: OutputSink,
         deliver: Callable[[Item], None],
         *,
@@ -89,7 +90,7 @@ class Submitter:
         Args:
             prompt, place, request_id: see `AsyncLLM.generate`.
             params: parameters of the sampling, which the caller does not change any more.
-            options: other arguments of `Engine.add_request`.
+            options: see `Engine.add_request`.
             sink, deliver, on_end: see `Stream`.
             arrival_s: time of the request's arrival, in seconds of the monotonic clock; None is now.
 
@@ -97,22 +98,19 @@ class Submitter:
             RequestError, EngineClosed, WorkerError: see `AsyncLLM.generate`.
         """
         # Refused before a slot is reserved and texts are made into tokens, which cost more.
-        self._engine.config.check_priority(options.get("priority", 0))
+        self._engine.config.check_priority(options.priority)
         if request_id is not None and (type(request_id) is not str or not request_id):
             raise InvalidParameter("request_id", request_id, "a non-empty string")
         begun_s = time.monotonic() if arrival_s is None else arrival_s
-        final_only = options.get("final_only", False)
-        if not isinstance(final_only, bool):
-            raise InvalidParameter("final_only", final_only, "true or false")
 
         def add(engine: Engine) -> None:
-            engine.add_request(name, prompt, params, arrival_s=begun_s, **asked)
+            engine.add_request(name, prompt, params, asked, arrival_s=begun_s)
             self._metrics.on_request(params)
 
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
-            asked = {**options, "lora_request": await self._adapters.ready(options.get("lora_request"))}
+            asked = replace(options, lora_request=await self._adapters.ready(options.lora_request))
             if not isinstance(prompt, PreparedRequest):
-                special = options["add_special_tokens"]
+                special = options.add_special_tokens
                 (prompt,) = await self._texts.prepare([prompt], params, add_special_tokens=special)
             grammars = self._engine.grammars
             grammar = None if grammars is None else await grammars.wait_for(params.structured_outputs)

@@ -9,48 +9,13 @@ from quire.config import ResolvedConfig
 from quire.engine.adapters import LoadedAdapter
 from quire.engine.inputs.hand_over_check import check_hand_over
 from quire.engine.inputs.prompts import Prompt, PromptReader, TextPair, TokenPrompt
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.inputs.tokenized_params import TokenizedParams, tokenize_params
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.memory.prefix.token_chain import Namespace
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import NO_SAMPLING, Pooling
 from quire.sequences.sequence import Request
 from quire.text.structured.grammar_compiler import GrammarCompiler
-
-# In UTF-8.
-MAX_SALT_BYTES = 1024
-MAX_TENANT_BYTES = 256
-
-
-def read_namespace(cache_name: str, cache_salt: object, tenant: object, adapter: str | None = None) -> Namespace:
-    """Return the namespace of a request.
-
-    It has a digest of the salt, not the salt itself: memory, drafters and the disk keep namespaces for long, and only
-    compare them.
-
-    Args:
-        cache_name: identity of the model for the prefix cache.
-        cache_salt: the client's own secret, or None.
-        tenant: operator's name of the client; None where clients are not distinguished.
-        adapter: digest of the adapter's content; None for the base model.
-
-    Raises:
-        InvalidParameter: the salt or the tenant is neither None nor a non-empty string, or is too long.
-    """
-    salt, owner = _bytes("cache_salt", cache_salt, MAX_SALT_BYTES), _bytes("tenant", tenant, MAX_TENANT_BYTES)
-    digest = None if salt is None else blake2b(salt, digest_size=32).hexdigest()
-    return Namespace(cache_name, adapter, digest, None if owner is None else owner.decode("utf-8", "surrogatepass"))
-
-
-def _bytes(field: str, value: object, limit: int) -> bytes | None:
-    if value is None:
-        return None
-    # A character has at least one byte, so strings that are far too long are not encoded.
-    if type(value) is str and 0 < len(value) <= limit:
-        data = value.encode("utf-8", "surrogatepass")
-        if len(data) <= limit:
-            return data
-    raise InvalidParameter(field, value, f"a non-empty string of at most {limit} bytes")
 
 
 class PreparedRequest(NamedTuple):
@@ -150,15 +115,10 @@ class RequestBuilder:
         request_id: str,
         prompt: Prompt | PreparedRequest,
         params: SamplingParams,
+        options: RequestOptions,
         *,
         arrival: int,
         can_guess: bool,
-        priority: int,
-        flow: str | None,
-        cache_salt: str | None,
-        tenant: str | None,
-        retain_cache: bool,
-        add_special_tokens: bool,
         adapter: LoadedAdapter | None = None,
     ) -> tuple[Request, str | None]:
         """Check a request and build it.
@@ -176,12 +136,9 @@ class RequestBuilder:
         Raises:
             RequestError: a field is refused; the error names the field, the value and the allowed values.
         """
-        self._config.check_priority(priority)
-        namespace = read_namespace(self._cache_name, cache_salt, tenant, None if adapter is None else adapter.digest)
-        if type(retain_cache) is not bool:
-            raise InvalidParameter("retain_cache", retain_cache, "true or false")
+        self._config.check_priority(options.priority)
         if not isinstance(prompt, PreparedRequest):
-            prompt = self.prepare(prompt, params, add_special_tokens=add_special_tokens)
+            prompt = self.prepare(prompt, params, add_special_tokens=options.add_special_tokens)
         tokens, words, pooling = prompt
         if pooling is None and not self.can_generate:
             raise UnsupportedFeature("prompt", "the checkpoint has no output head: this engine makes embeddings only")
@@ -205,11 +162,11 @@ class RequestBuilder:
             end_token_ids=frozenset() if params.ignore_eos else self.end_token_ids,
             arrival=arrival,
             seed=self._seed(arrival) if params.seed is None else params.seed,
-            priority=priority,
-            flow=flow,
-            namespace=namespace,
+            priority=options.priority,
+            flow=options.flow,
+            namespace=options.namespace(self._cache_name, None if adapter is None else adapter.digest),
             media=tokens.media,
-            retain_cache=retain_cache,
+            retain_cache=options.retain_cache,
             bad_words=words.bad_words,
             dry_breakers=words.dry_breakers,
             grammar=grammar,

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from quire.config import ResolvedConfig
 from quire.engine.inputs.prompts import Prompt, PromptReader, TokenPrompt
-from quire.engine.inputs.request_builder import read_namespace
+from quire.engine.inputs.request_options import read_namespace
 from quire.errors import InvalidParameter, PinLimitReached, UnsupportedFeature
 from quire.memory.manager import KVCacheManager
 from quire.sequences.params import SamplingParams

@@ -16,7 +16,7 @@ from quire.memory.results import TokenAccount
 from quire.sequences.pooling import Pooling
 
 # Version of these messages, which both ends must share.
-VERSION: Final = 3
+VERSION: Final = 4
 # A reader refuses a longer message: its length is no length then.
 MAX_MESSAGE_BYTES: Final = 1 << 30
 
@@ -30,8 +30,7 @@ class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
         token_ids, text: the prompt.
         words: strings of the parameters as tokens.
         params: sampling parameters, see `wire_params`.
-        options: JSON of `priority`, `cache_salt`, `tenant`, `retain_cache`, `final_only` and `lora_name`.
-        flow: see `AsyncLLM.generate`.
+        options: JSON of its `RequestOptions`, with `lora_name` for the adapter.
         pooling: result of a pooled request.
         place: number of the reservation with its slot; None reserves one.
         arrival_s: time of arrival, in seconds of the monotonic clock.
@@ -44,7 +43,6 @@ class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
     words: TokenizedParams
     params: str
     options: str
-    flow: str | None
     pooling: Pooling | None
     place: int | None
     arrival_s: float

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -18,6 +19,7 @@ from quire.engine.adapters import LoadedAdapter
 from quire.engine.exporters.engine_report import EngineReport
 from quire.engine.inputs.prompts import Prompt, PromptReader
 from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.inputs.tokenizer_pool import TokenizerPool
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.outputs.mailbox import OutputMailbox
@@ -223,34 +225,22 @@ class RemoteEngine:
         """Check that the waiting queue has a free slot."""
         self._check_room(1)
 
-    async def generate(
+    async def stream(
         self,
         prompt: PreparedRequest,
-        sampling_params: SamplingParams,
-        request_id: str,
+        params: SamplingParams,
+        options: RequestOptions,
         *,
-        priority: int,
-        flow: str | None,
+        request_id: str,
         place: RemotePlace,
-        cache_salt: str | None,
-        tenant: str | None,
-        retain_cache: bool,
-        lora_request: LoRARequest | None,
-        final_only: bool,
         take: Callable[[RequestOutput], bool] | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate, as a stream of output deltas; see `AsyncLLM.generate`."""
         self._check_alive()
-        options = {
-            "priority": priority,
-            "cache_salt": cache_salt,
-            "tenant": tenant,
-            "retain_cache": retain_cache,
-            "final_only": final_only,
-            "lora_name": None if lora_request is None else lora_request.lora_name,
-        }
+        adapter = options.lora_request
+        sent = asdict(replace(options, lora_request=None)) | {"lora_name": adapter and adapter.lora_name}
         number = next(self._numbers)
-        params, texts = sampling_params, None
+        texts = None
         if self.tokenizer is not None and FrontTexts.can_make(params):
             texts = FrontTexts(params, self.tokenizer, prompt.prompt.token_ids)
         stream = self._streams[number] = RemoteStream(request_id, prompt, self.tokenizer, texts, take)
@@ -263,8 +253,7 @@ class RemoteEngine:
                     text=prompt.prompt.text,
                     words=prompt.words,
                     params=encode_params(params, detokenize=texts is None and params.detokenize),
-                    options=json.dumps(options),
-                    flow=flow,
+                    options=json.dumps(sent),
                     pooling=prompt.pooling,
                     place=place.number,
                     arrival_s=time.monotonic(),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.engine.inputs.prompts import TokenPrompt
 from quire.engine.inputs.request_builder import PreparedRequest
+from quire.engine.inputs.request_options import RequestOptions
 from quire.sequences.lora import LoRARequest
 from quire.server.admission.in_flight import FirstTokenLog
 from quire.server.fronts.engine_methods import EngineMethods
@@ -108,15 +109,15 @@ class FrontSession:
             place = None if message.place is None else self._places[message.place]
             if isinstance(place, Exception):
                 raise place
-            options = json.loads(message.options)
-            name = options.pop("lora_name")
-            stream.tenant = options["tenant"]
-            options["lora_request"] = None if name is None else LoRARequest(name)
+            fields = json.loads(message.options)
+            name = fields.pop("lora_name")
+            options = RequestOptions(**fields | {"lora_request": None if name is None else LoRARequest(name)})
+            stream.tenant = options.tenant
             prompt = TokenPrompt(message.token_ids, message.text)
             self._streams[number] = await self._submitter.submit(
                 PreparedRequest(prompt, message.words, message.pooling),
                 decode_params(message.params),
-                {**options, "flow": message.flow},
+                options,
                 self._sender,
                 partial(self._deliver, stream),
                 place=place,

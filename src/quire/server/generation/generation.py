@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, RequestError, RequestFailed, UnsupportedFeature, renamed
 from quire.sequences.params import SamplingParams
@@ -261,19 +262,22 @@ async def _generate(
         request_ids = [f"{tracked.answer_id}-{idx}" for idx in range(len(prompts))]
         # Log probabilities are many bytes for a token: they are not left for the end.
         is_short = job.params.logprobs is None and job.params.prompt_logprobs is None
+        asked = RequestOptions(
+            priority=options.priority,
+            flow=tracked.answer_id if tenant is None else tenant,
+            cache_salt=options.cache_salt,
+            tenant=tenant,
+            retain_cache=options.retain_cache,
+            lora_request=lora_request(request),
+            final_only=direct is None and is_short,
+        )
         streams = [
-            llm.generate(
+            llm.stream(
                 prompt,
                 job.params,
+                asked,
                 request_id=request_id,
-                priority=options.priority,
-                flow=tracked.answer_id if tenant is None else tenant,
                 place=slots,
-                cache_salt=options.cache_salt,
-                tenant=tenant,
-                retain_cache=options.retain_cache,
-                lora_request=lora_request(request),
-                final_only=direct is None and is_short,
                 take=None if direct is None else partial(direct.take, idx),
             )
             for idx, (prompt, request_id) in enumerate(zip(prompts, request_ids, strict=True))

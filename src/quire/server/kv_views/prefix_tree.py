@@ -97,7 +97,7 @@ def _to_json(scan: TreeScan, tokenizer: Tokenizer | None) -> list[dict[str, Any]
 
 def _scan(engine: Engine, tenant: str | None) -> tuple[TreeScan, float]:
     """Return the tree and the processor's seconds that it took; run in the engine's thread."""
-    from quire.engine.inputs.request_builder import read_namespace
+    from quire.engine.inputs.request_options import read_namespace
     from quire.engine.kv.prefix_tree import scan_tree
 
     began_s = time.thread_time()

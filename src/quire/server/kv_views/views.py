@@ -84,7 +84,7 @@ class LocalViews:
         """
 
         def look(engine: Engine) -> dict[str, Any]:
-            from quire.engine.inputs.request_builder import read_namespace
+            from quire.engine.inputs.request_options import read_namespace
             from quire.engine.kv.block_map import describe_block, pool_sizes
 
             sizes = pool_sizes(engine.scheduler)

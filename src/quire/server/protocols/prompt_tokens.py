@@ -13,7 +13,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.inputs.request_builder import read_namespace
+from quire.engine.inputs.request_options import read_namespace
 from quire.errors import InvalidParameter
 from quire.server.generation.generation import json_response
 from quire.server.generation.served_model import ADAPTER, choose_model

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.config import ResolvedConfig
+from quire.engine.inputs.request_options import RequestOptions
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.text.tokenizers.tokenizer import Tokenizer
@@ -78,20 +79,14 @@ class EngineClient(Protocol):
     def check_room(self) -> None:
         """Check that the waiting queue has a free slot; cheap."""
 
-    def generate(
+    def stream(
         self,
         prompt: PreparedRequest,
-        sampling_params: SamplingParams,
-        request_id: str,
+        params: SamplingParams,
+        options: RequestOptions,
         *,
-        priority: int,
-        flow: str | None,
+        request_id: str,
         place: Any,
-        cache_salt: str | None,
-        tenant: str | None,
-        retain_cache: bool,
-        lora_request: LoRARequest | None,
-        final_only: bool,
         take: Callable[[RequestOutput], bool] | None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of output deltas; see `AsyncLLM.generate`."""

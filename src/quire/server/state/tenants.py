@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from quire.engine.inputs.request_builder import MAX_TENANT_BYTES
+from quire.engine.inputs.request_options import MAX_TENANT_BYTES
 from quire.server.requests.errors import ApiError
 from quire.server.settings import ServerConfig
 
