@@ -48,6 +48,7 @@ class RoundedInputs(ExactOps):
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
+        max_group: int = 32,  # noqa: ARG002 (nothing is rounded)
     ) -> Linear:
         """Keep a weight, and round the inputs of a stored one."""
         layer = super().pack_linear(weight, bias, min_bits, gate)

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +27,24 @@ SHAPES = "1024x4096,2048x1024,1024x6144,3072x1024,1024x151936"
 ROWS = "1,2,4,8,16,64,512"
 FORMATS = "plain,lossless,int8,int6,int4"
 # Bits of a weight, without scales and tables.
-BITS = {"plain": 16.0, "lossless": 12.08, "int8": 8.0, "int6": 6.5, "int4": 4.5}
+BITS = {"plain": 16.0, "lossless": 12.08, "int8": 8.5, "int8 of 16": 9.0, "int6": 6.5, "int4": 4.5}
 LEAST_BYTES = 256_000_000
-ROUNDED: dict[str, tuple[Quantization, int]] = {"int8": ("int8", 8), "int6": ("int4", 6), "int4": ("int4", 4)}
+# Quantisation, least bits and largest group that give a format.
+ROUNDED: dict[str, tuple[Quantization, int, int]] = {
+    "int8 of 16": ("int8", 8, 16),
+    "int8": ("int8", 8, 32),
+    "int6": ("int4", 6, 32),
+    "int4": ("int4", 4, 32),
+}
 
 
-def packer(library: NativeLibrary, name: str) -> tuple[NativeOps, int]:
-    """Return the backend that packs weights in a format, and the bits to ask it for."""
+def packer(library: NativeLibrary, name: str) -> tuple[NativeOps, dict[str, Any]]:
+    """Return the backend that packs weights in a format, and the options to ask it for."""
     if name != "lossless":
-        quantization, min_bits = ROUNDED.get(name, (None, 4))
-        return NativeOps(library, quantization), min_bits
+        quantization, min_bits, max_group = ROUNDED.get(name, (None, 4, 32))
+        return NativeOps(library, quantization), {"min_bits": min_bits, "max_group": max_group}
     assert library.lossless is not None, f"level {library.level} has no lossless weights"
-    return NativeOps(library, is_lossless=True), 4
+    return NativeOps(library, is_lossless=True), {}
 
 
 def compare(linears: dict[str, list[Linear]], x: Tensor, runs: int, num_values: int) -> str:
@@ -96,9 +103,9 @@ def main() -> None:
         count = -(-LEAST_BYTES // weight.nbytes)
         linears: dict[str, list[Linear]] = {}
         for name in options.formats.split(","):
-            ops, min_bits = packer(library, name)
+            ops, more = packer(library, name)
             started = time.perf_counter()
-            linears[name] = [ops.pack_linear(weight, min_bits=min_bits) for _ in range(count)]
+            linears[name] = [ops.pack_linear(weight, **more) for _ in range(count)]
             pack_s = time.perf_counter() - started
             print(f"{shape}, {name}: packed {count * weight.numel() / pack_s / 1e6:.0f} M values/s, {ops.name}")
         for num_rows in map(int, options.rows.split(",")):

@@ -64,8 +64,9 @@ class CountingOps(TritonOps):
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
+        max_group: int = 32,
     ) -> Linear:
-        packed = super().pack_linear(weight, bias, min_bits, gate)
+        packed = super().pack_linear(weight, bias, min_bits, gate, max_group=max_group)
         linear: Any = packed.linear if isinstance(packed, GatedLinear) else packed
         parts = linear.parts if isinstance(linear, TritonQuantizedLinear) else ()
         assert all(part.mins is None and part.zero_points is None for part in parts)

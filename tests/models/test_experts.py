@@ -48,6 +48,7 @@ class CountingOps(TorchOps):
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
+        max_group: int = 32,  # noqa: ARG002 (nothing is rounded)
     ) -> Linear:
         linear = super().pack_linear(weight, bias, min_bits, gate)
         if gate is not None:

@@ -77,18 +77,23 @@ def test_the_bundled_model() -> None:
 
 
 def test_bytes_of_rounded_weights() -> None:
-    """What is looked up stays; a head is there by itself; a sixteenth of a byte is for scales."""
+    """What is looked up stays; a head is there by itself; a sixteenth of a byte is for scales, an eighth in down."""
     tied = estimate_parameters(build(CONFIGS["Qwen3 0.6B"])[0])
     table, others = 151936 * 1024, tied.total - 151936 * 1024
     assert tied.num_bytes(2, None) == 2 * tied.total
-    assert tied.num_bytes(2, "int8") == 2 * table + table * 17 // 16 + others * 17 // 16
+    downs = 28 * 1024 * 3072
+    assert tied.num_bytes(2, "int8") == 2 * table + table * 17 // 16 + others * 17 // 16 + downs // 16
     assert tied.num_bytes(2, "int4") == 2 * table + table * 13 // 16 + others * 9 // 16
     spec, _ = build(without_quantization(CONFIGS["gpt-oss 20B"]))
     stored, num_experts = estimate_parameters(spec), 24 * 32 * 3 * 2880**2
     assert stored.num_bytes(2, None, is_mxfp4=True) == 2 * (stored.total - num_experts) + num_experts * 9 // 16
     free = estimate_parameters(build(CONFIGS["Llama 3.1 8B"])[0])
     table = 128256 * 4096
-    assert free.num_bytes(2, "int8") == 2 * table + (free.total - table) * 17 // 16
+    downs = 32 * 4096 * 14336
+    assert free.num_bytes(2, "int8") == 2 * table + (free.total - table) * 17 // 16 + downs // 16
+    mixture, downs = estimate_parameters(build(CONFIGS["Mixtral 8x7B"])[0]), 32 * 8 * 4096 * 14336
+    table = 32000 * 4096
+    assert mixture.num_bytes(2, "int8") == 2 * table + (mixture.total - table) * 17 // 16 + downs // 16
 
 
 def kept_bytes(weight: QuantizedWeight) -> int:
@@ -113,10 +118,11 @@ class CountedWeights(TorchOps):
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
+        max_group: int = 32,
     ) -> Linear:
         if gate is None:  # else this is called again, without it
             assert isinstance(weight, Tensor)
-            chosen = weight_format(self._rounding, min_bits)
+            chosen = weight_format(self._rounding, min_bits, max_group)
             assert chosen is not None
             self.num_bytes += kept_bytes(round_weight(weight, chosen, CPU).quantized[0])
         return super().pack_linear(weight, bias, min_bits, gate)

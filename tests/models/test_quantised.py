@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from quire.models.families import build
 from quire.models.modules.decoder import Decoder
 from quire.ops import make_ops
 from quire.ops.interface.ops import Activation, Linear, Ops
-from quire.ops.interface.quantized_weight import StoredWeight
+from quire.ops.interface.quantized_weight import StoredWeight, WeightForm
 from quire.ops.reference.reference_ops import ReferenceLinear, ReferenceOps
 from quire.ops.reference.reference_quantised import ReferenceQuantisedLinear
 from tests.models.tiny import PagedRun, fill, make_tiny
@@ -29,8 +31,9 @@ class DequantisedOps(ReferenceOps):
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
+        max_group: int = 32,
     ) -> Linear:
-        linear = super().pack_linear(weight, bias, min_bits, gate)
+        linear = super().pack_linear(weight, bias, min_bits, gate, max_group=max_group)
         if not isinstance(linear, ReferenceQuantisedLinear):
             return linear
         return ReferenceLinear(linear.dequantised()[:, : weight.shape[1]], bias)  # without what it is padded with
@@ -44,6 +47,37 @@ def logits_of(name: str, ops: Ops) -> list[Tensor]:
     fill(decoder, weight_map, tiny.reference.state_dict())
     run = PagedRun(decoder)
     return [run.step({0: list(range(3, 40))})[0], run.step({0: [7]})[0]]
+
+
+class FormsOfWeights(ReferenceOps):
+    """Records the forms of the layers that were packed since the last look."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        super().__init__(quantization)
+        self.forms: list[WeightForm] = []
+
+    def pack_linear(self, *args: Any, **options: Any) -> Linear:
+        linear = super().pack_linear(*args, **options)
+        if isinstance(linear, ReferenceQuantisedLinear):
+            self.forms += [form for form, _ in linear._parts]
+        return linear
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "qwen3.5-moe", "gemma4", "lfm2", "falcon-h1"])
+def test_down_projections_have_a_scale_for_16_inputs_in_int8(name: str, quantization: Quantization) -> None:
+    """Also those of experts and shared experts: their inputs have outliers. Other layers have groups of 32."""
+    ops, groups = FormsOfWeights(quantization), {}
+    decoder = Decoder(build(make_tiny(name).config)[0], ops=ops, dtype=torch.float32, device=CPU)
+    for weight, shape in decoder.weights.shapes().items():
+        decoder.weights.load(weight, torch.zeros(shape, dtype=decoder.weights.dtype(weight)))
+        if ops.forms:
+            groups[weight] = {form.group for form in ops.forms}
+            ops.forms.clear()
+    downs = {weight for weight in groups if weight.endswith("down.weight")}
+    assert len(downs) >= len(decoder.spec.layers)
+    for weight, found in groups.items():
+        assert found == {16 if quantization == "int8" and weight in downs else 32}, weight
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

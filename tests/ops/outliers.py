@@ -16,6 +16,7 @@ from quire.config import Quantization
 from quire.measurement.bench.exact_ops import ExactOps
 from quire.ops.interface.ops import Activation, KeepsRows, Linear
 from quire.ops.interface.quantized_weight import QuantizedWeight, StoredWeight
+from quire.ops.interface.weight_formats import FORMS, weight_format
 from quire.ops.layers.gated import GatedLinear
 from quire.ops.pytorch.torch_ops import TorchOps
 from tests.ops.world import randn
@@ -23,7 +24,8 @@ from tests.ops.world import randn
 # Factor of the channels that stand out, and one channel in this many does.
 OUTLIER: Final = 20.0
 EVERY: Final = 193
-# Inputs that share a scale of activations, and the loss that is allowed in addition to that of rounding them.
+# Inputs that share a scale of activations where weights are stored, and the loss that is allowed in addition to that of
+# rounding them.
 GROUP: Final = 32
 MARGIN: Final = 1.1
 
@@ -53,16 +55,17 @@ class GroupedLinear:
     Args:
         linear: exact layer.
         order: int64 [K], order in which inputs are grouped; None for their own.
+        group: inputs that share a scale.
     """
 
-    def __init__(self, linear: Linear, order: Tensor | None = None) -> None:
-        self._linear, self._order = linear, order
+    def __init__(self, linear: Linear, order: Tensor | None = None, group: int = GROUP) -> None:
+        self._linear, self._order, self._group = linear, order, group
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Round and multiply."""
         if self._order is None:
-            return self._linear(round_in_groups(x), residual)
-        rounded = round_in_groups(x[:, self._order])
+            return self._linear(round_in_groups(x, self._group), residual)
+        rounded = round_in_groups(x[:, self._order], self._group)
         return self._linear(torch.empty_like(rounded).index_copy_(1, self._order, rounded), residual)
 
 
@@ -80,8 +83,8 @@ class RoundedOps(ExactOps):
 
     Args:
         quantization: rounding of plain weights.
-        is_grouped: whether inputs of quantised weights are rounded in groups of 32: the straightforward arithmetic of
-            eight bits, whose loss is the measure of kernels.
+        is_grouped: whether inputs of quantised weights are rounded in groups, of 32 where the weight is stored, else
+            of those of its form: the straightforward arithmetic of eight bits, whose loss is the measure of kernels.
     """
 
     def __init__(self, quantization: Quantization | None = None, *, is_grouped: bool = False) -> None:
@@ -95,21 +98,24 @@ class RoundedOps(ExactOps):
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
+        max_group: int = 32,
     ) -> Linear:
         """Dequantise."""
         if gate is not None:
-            return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
+            return GatedLinear(self.pack_linear(weight, bias, min_bits, max_group=max_group), self.gate, gate)
         if isinstance(weight, StoredWeight):
             linear = super().pack_linear(weight, bias, min_bits)
             rounds = any(part.form.levels != "e4m3" for part in weight.quantized)
             return GroupedStoredLinear(linear, weight.input_order) if rounds and self._is_grouped else linear
-        if self._rounding is None:
+        chosen = weight_format(self._rounding, min_bits, max_group)
+        if chosen is None:
             return super().pack_linear(weight, bias, min_bits)
         # Rows of the identity are rounded to themselves, so their products are the dequantised weights.
-        stock = TorchOps(torch.device("cpu"), quantization=self._rounding).pack_linear(weight, min_bits=min_bits)
+        rounding = TorchOps(torch.device("cpu"), quantization=self._rounding)
+        stock = rounding.pack_linear(weight, min_bits=min_bits, max_group=max_group)
         values = stock(torch.eye(weight.shape[1])).T.contiguous()
         linear = super().pack_linear(values, bias)
-        return GroupedLinear(linear) if self._is_grouped else linear
+        return GroupedLinear(linear, group=FORMS[chosen].group) if self._is_grouped else linear
 
 
 def amplified(weight: QuantizedWeight) -> QuantizedWeight:

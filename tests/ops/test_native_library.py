@@ -14,7 +14,7 @@ from quire.ops import make_ops
 from quire.ops.cpu import native_library
 from quire.ops.cpu.native_library import FOLDER, MAX_LEVEL_VARIABLE, find_library, runnable_libraries
 from quire.ops.cpu.native_ops import NativeOps
-from quire.ops.interface.weight_formats import WeightFormat
+from quire.ops.interface.weight_formats import FORMS, WeightFormat
 from quire.ops.pytorch.torch_ops import TorchOps
 from tests.ops.backends import LIBRARIES
 
@@ -61,7 +61,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 @built
-@pytest.mark.parametrize("name", ["int8", "int6", "int4"])
+@pytest.mark.parametrize("name", list(FORMS))
 def test_kernels_that_multiply_rounded_weights_wrongly_are_left(
     name: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:

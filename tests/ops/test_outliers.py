@@ -1,4 +1,4 @@
-"""Layers on rows with outliers: no form of weights loses more than activations that are rounded in groups of 32.
+"""Layers on rows with outliers: no form of weights loses more than activations that are rounded in its groups.
 
 The loss is the difference from the exact product with the dequantised weights. With one scale for a whole row it is
 3.2 times that of groups of 32, with one for 128 inputs 1.9 times.
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config import Quantization
 from quire.models.modules.experts import ExpertsBlock
 from quire.models.modules.norms import Norm
 from quire.models.modules.projections import ResidualAdd
@@ -21,8 +20,10 @@ from quire.models.specs.spec import Experts
 from quire.ops.interface.fused_layers import FusesExperts
 from quire.ops.interface.ops import Activation, Linear, Ops
 from quire.ops.interface.quantized_weight import StoredWeight
+from quire.ops.interface.weight_formats import WeightFormat
 from tests.ops.backends import CPU_BACKENDS, Backend
 from tests.ops.outliers import EVERY, MARGIN, OUTLIER, RoundedOps, amplified, outlier_rows, rms
+from tests.ops.test_quantised_linear import FORMATS, options_of
 from tests.ops.test_quantized_weights import FLOAT8, FORMS, random_weight
 from tests.ops.world import randn
 
@@ -67,13 +68,13 @@ def test_stored_weights(backend: Backend, name: str, in_order: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("bits", [8, 6, 4])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("gate", [None, "silu"])
-def test_weights_that_are_rounded_while_loading(backend: Backend, bits: int, gate: Activation | None) -> None:
-    quantization: Quantization = "int8" if bits == 8 else "int4"
+def test_weights_that_are_rounded_while_loading(backend: Backend, name: WeightFormat, gate: Activation | None) -> None:
+    quantization, options = options_of(name)
     weight, bias = randn(NUM_COLUMNS, WIDTH) * WIDTH**-0.5, randn(NUM_COLUMNS, seed=1)
     served, exact, grouped = (
-        ops.pack_linear(weight.clone(), bias, bits, gate)
+        ops.pack_linear(weight.clone(), bias, gate=gate, **options)
         for ops in (backend.make(quantization), RoundedOps(quantization), RoundedOps(quantization, is_grouped=True))
     )
     check_loss(served, exact, grouped)

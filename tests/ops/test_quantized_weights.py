@@ -185,15 +185,15 @@ def test_ranks_that_have_slices_of_the_inputs_add_up_to_the_same_bits(backend: B
 
 
 @pytest.mark.parametrize("backend", NATIVE)
-@pytest.mark.parametrize(("quantization", "min_bits"), [("int8", 8), ("int4", 6), ("int4", 4)])
+@pytest.mark.parametrize("bits_and_group", [(8, 16), (8, 32), (6, 32), (4, 32)])
 @pytest.mark.parametrize("width", [704, 2048])
-def test_slices_of_weights_that_are_rounded(
-    backend: Backend, quantization: Quantization, min_bits: int, width: int
-) -> None:
+def test_slices_of_weights_that_are_rounded(backend: Backend, bits_and_group: tuple[int, int], width: int) -> None:
+    bits, group = bits_and_group
+    quantization: Quantization = "int8" if bits == 8 else "int4"
     ops, weight, x = backend.make(quantization=quantization), randn(70, width), randn(5, width, seed=2)
-    whole = ops.pack_linear(weight, min_bits=min_bits, num_slices=4)
+    whole = ops.pack_linear(weight, min_bits=bits, num_slices=4, max_group=group)
     first, second = (
-        ops.pack_linear(half, min_bits=min_bits, num_slices=2)(rows.contiguous())
+        ops.pack_linear(half, min_bits=bits, num_slices=2, max_group=group)(rows.contiguous())
         for half, rows in zip(weight.chunk(2, 1), x.chunk(2, 1), strict=True)
     )
     assert torch.equal(whole(x), first + second)

@@ -108,7 +108,7 @@ def _rounds_alike(library: NativeLibrary) -> bool:
     for form in FORMS.values():
         quantization: Quantization = "int8" if form.bits == 8 else "int4"
         backends = TorchOps(torch.device("cpu"), quantization=quantization), NativeOps(library, quantization)
-        stock, native = (ops.pack_linear(weight, min_bits=form.bits) for ops in backends)
+        stock, native = (ops.pack_linear(weight, min_bits=form.bits, max_group=form.group) for ops in backends)
         for rows in (x[:1], x[:2], x):
             if not torch.allclose(native(rows), stock(rows), rtol=1e-4, atol=1e-4):
                 return False

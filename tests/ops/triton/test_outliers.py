@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config import Quantization
 from quire.ops.interface.ops import Linear
 from quire.ops.interface.quantized_weight import StoredWeight
+from quire.ops.interface.weight_formats import WeightFormat
 from tests.ops.outliers import RoundedOps
 from tests.ops.test_outliers import NUM_COLUMNS, WIDTH, check_loss
+from tests.ops.test_quantised_linear import FORMATS, options_of
 from tests.ops.test_quantized_weights import FORMS, random_weight
 from tests.ops.triton.device import DEVICE, MARKS, make_ops
 from tests.ops.world import randn
@@ -46,12 +47,12 @@ def test_stored_weights(name: str) -> None:
     check_loss(on_host(make_ops().pack_linear(weight)), exact, grouped, NUM_ROWS)
 
 
-@pytest.mark.parametrize("bits", [8, 6, 4])
-def test_weights_that_are_rounded_while_loading(bits: int) -> None:
-    quantization: Quantization = "int8" if bits == 8 else "int4"
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_that_are_rounded_while_loading(name: WeightFormat) -> None:
+    quantization, options = options_of(name)
     weight = randn(NUM_COLUMNS, WIDTH) * WIDTH**-0.5
-    served = TritonOps(torch.device(DEVICE), quantization).pack_linear(weight.to(DEVICE), min_bits=bits)
+    served = TritonOps(torch.device(DEVICE), quantization).pack_linear(weight.to(DEVICE), **options)
     exact, grouped = (
-        RoundedOps(quantization, is_grouped=flag).pack_linear(weight, min_bits=bits) for flag in (False, True)
+        RoundedOps(quantization, is_grouped=flag).pack_linear(weight, **options) for flag in (False, True)
     )
     check_loss(on_host(served), exact, grouped, NUM_ROWS)

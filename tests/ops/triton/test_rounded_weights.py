@@ -21,7 +21,7 @@ from quire.ops.pytorch.torch_ops import TorchOps
 from quire.ops.reference.reference_ops import ReferenceOps
 from quire.ops.reference.reference_quantised import ReferenceQuantisedLinear
 from tests.conformance.checkpoints import VOCAB_SIZE, save_checkpoint
-from tests.ops.test_quantised_linear import FORMATS, assert_extremes, assert_same_numbers, extremes
+from tests.ops.test_quantised_linear import FORMATS, assert_extremes, assert_same_numbers, extremes, options_of
 from tests.ops.triton.device import DEVICE, MARKS
 from tests.ops.triton.test_engine import GREEDY, load
 from tests.ops.triton.test_experts import ALL_OPTIONS, WIDTH, make_block
@@ -44,10 +44,6 @@ def inference() -> Iterator[None]:
         yield
 
 
-def quantization_of(name: WeightFormat) -> Quantization:
-    return "int8" if name == "int8" else "int4"
-
-
 def make_ops(quantization: Quantization) -> TritonOps:
     return TritonOps(torch.device(DEVICE), quantization)
 
@@ -62,14 +58,14 @@ def form_of(linear: Any) -> WeightForm:
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers(name: WeightFormat, width: int) -> None:
     """An even number of groups and odd ones, some not whole, few rows and many that lie apart, bias and residual."""
-    quantization, min_bits = quantization_of(name), FORMS[name].bits
+    quantization, options = options_of(name)
     weight, bias = randn(130, width) * width**-0.5, randn(130, seed=1)
-    linear = make_ops(quantization).pack_linear(weight.to(DEVICE), bias.to(DEVICE), min_bits)
+    linear = make_ops(quantization).pack_linear(weight.to(DEVICE), bias.to(DEVICE), **options)
     assert form_of(linear) == FORMS[name]
     # What was rounded is no place to look tokens up in.
     assert not isinstance(linear, KeepsRows)
-    twin = ReferenceOps(quantization).pack_linear(weight, bias, min_bits)
-    stock = TorchOps(CPU, quantization=quantization).pack_linear(weight, bias, min_bits)
+    twin = ReferenceOps(quantization).pack_linear(weight, bias, **options)
+    stock = TorchOps(CPU, quantization=quantization).pack_linear(weight, bias, **options)
     rows, residual = randn(70, width + 3, seed=2), randn(70, 130, seed=3)
     x, given, added = rows[:, :width], rows.to(DEVICE)[:, :width], residual.to(DEVICE)
     expected, others = twin(x, residual), stock(x, residual)
@@ -83,41 +79,44 @@ def test_numbers(name: WeightFormat, width: int) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_large_value_rounds_its_own_group_only(name: WeightFormat) -> None:
     weight = randn(30, 256) / 16.0
-    linear = make_ops(quantization_of(name)).pack_linear(weight.to(DEVICE), min_bits=FORMS[name].bits)
-    assert_groups_apart(linear)
+    quantization, options = options_of(name)
+    linear = make_ops(quantization).pack_linear(weight.to(DEVICE), **options)
+    assert_groups_apart(linear, FORMS[name].group)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_gets_the_same_bits_in_every_batch(name: WeightFormat) -> None:
-    ops = make_ops(quantization_of(name))
+    quantization, options = options_of(name)
+    ops = make_ops(quantization)
     ops.device.num_processors = 1
-    assert_same_bits(ops.pack_linear((randn(150, 736) / 16.0).to(DEVICE), min_bits=FORMS[name].bits), 736)
+    assert_same_bits(ops.pack_linear((randn(150, 736) / 16.0).to(DEVICE), **options), 736)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_types_and_gates(name: WeightFormat, dtype: torch.dtype) -> None:
-    quantization, min_bits = quantization_of(name), FORMS[name].bits
+    quantization, options = options_of(name)
     weight, bias = (randn(140, 160) / 8).to(dtype), randn(140, seed=1).to(dtype)
     x, residual = randn(17, 160, seed=2).to(dtype), randn(17, 140, seed=3).to(dtype)
     ops, twins = make_ops(quantization), ReferenceOps(quantization)
-    given = weight.to(DEVICE), bias.to(DEVICE), min_bits
-    found = ops.pack_linear(*given)(x.to(DEVICE), residual.to(DEVICE))
+    given = weight.to(DEVICE), bias.to(DEVICE)
+    found = ops.pack_linear(*given, **options)(x.to(DEVICE), residual.to(DEVICE))
     assert found.dtype == dtype
-    assert_same_numbers(found.cpu(), twins.pack_linear(weight, bias, min_bits)(x, residual))
-    gated = ops.pack_linear(*given, gate="silu")
+    assert_same_numbers(found.cpu(), twins.pack_linear(weight, bias, **options)(x, residual))
+    gated = ops.pack_linear(*given, gate="silu", **options)
     assert isinstance(gated, GatedLinear)
     assert form_of(gated.linear) == FORMS[name]
-    expected = twins.pack_linear(weight, bias, min_bits, gate="silu")(x)
+    expected = twins.pack_linear(weight, bias, gate="silu", **options)(x)
     torch.testing.assert_close(gated(x.to(DEVICE)).cpu(), expected, rtol=2e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_those_of_the_twin(name: WeightFormat) -> None:
     """Also those of rows that are rounded in another chunk, and of a weight that lies in columns."""
-    weight, quantization, ids = randn(32800, 66).T, quantization_of(name), torch.tensor([0, 63, 64, 65])
-    linear: Any = make_ops(quantization).pack_linear(weight.to(DEVICE), min_bits=FORMS[name].bits)
-    twin = ReferenceOps(quantization).pack_linear(weight[ids], min_bits=FORMS[name].bits)
+    quantization, options = options_of(name)
+    weight, ids = randn(32800, 66).T, torch.tensor([0, 63, 64, 65])
+    linear: Any = make_ops(quantization).pack_linear(weight.to(DEVICE), **options)
+    twin = ReferenceOps(quantization).pack_linear(weight[ids], **options)
     assert isinstance(twin, ReferenceQuantisedLinear)
     (part,) = linear.parts
     assert torch.equal(part.rows(ids.to(DEVICE)).cpu(), twin.dequantised())
@@ -136,17 +135,17 @@ def test_what_is_rounded(width: int) -> None:
 def test_zeros_extremes_and_what_is_not_finite(name: WeightFormat) -> None:
     weight, x = extremes(64)
     weight[7, 50] = math.inf
-    quantization, min_bits = quantization_of(name), FORMS[name].bits
-    linear = make_ops(quantization).pack_linear(weight.to(DEVICE), min_bits=min_bits)
+    quantization, options = options_of(name)
+    linear = make_ops(quantization).pack_linear(weight.to(DEVICE), **options)
     found = linear(x.to(DEVICE)).cpu()
     assert found[:, 7].isnan().all()
-    assert_extremes(found, ReferenceOps(quantization).pack_linear(weight, min_bits=min_bits)(x))
+    assert_extremes(found, ReferenceOps(quantization).pack_linear(weight, **options)(x))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["plain", "scaled-input", "shared-gate", "biases", "transposed"])
 def test_experts(name: str, quantization: Quantization) -> None:
-    """Experts run as one; the inputs of the second layer are no multiple of 32."""
+    """Experts run as one; the inputs of the second layer are no multiple of 32, its groups are smaller in int8."""
     ops, options = make_ops(quantization), ALL_OPTIONS[name]
     block, twin = (make_block(each, options, torch.float32) for each in (ops, ReferenceOps(quantization)))
     block.fuse(ops)
@@ -154,7 +153,7 @@ def test_experts(name: str, quantization: Quantization) -> None:
     layers = block.fused._gate_ups, block.fused._downs
     assert all(isinstance(layer, StoredExpertLayer) for layer in layers)
     forms = [layer._parts[0].first.form for layer in layers]  # type: ignore[attr-defined]
-    assert forms == [FORMS[quantization]] * 2
+    assert forms == [FORMS[quantization], FORMS["int8 of 16" if quantization == "int8" else "int4"]]
     x, start = (randn(40, WIDTH, seed=seed) for seed in (99, 98))
     for num_rows in (1, 40):
         found = block.mix(x[:num_rows].to(DEVICE), start[:num_rows].to(DEVICE)).cpu()

@@ -32,6 +32,7 @@ from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.loading.fingerprint import fingerprint
 from quire.models.specs.spec import ModelSpec
 from quire.models.specs.stage_spec import StageSpec
+from quire.ops.interface.weight_formats import FORMS
 from quire.sequences.sequence import Sequence as TokenSequence
 
 
@@ -131,7 +132,10 @@ def _identity(
         str(resolved.block_size),
         *map(repr, groups),
     ]
-    layout += filter(None, [resolved.quantization, part])
+    if resolved.quantization is not None:
+        # Another version may round weights, and the activations beside them, to other forms.
+        layout += [resolved.quantization, *map(repr, FORMS.values())]
+    layout += filter(None, [part])
     # Another version may divide the layers of a model among stages in another way.
     layout += [
         f"layers {spec.first}-{spec.first + len(spec.layers)}" for _, spec in models if isinstance(spec, StageSpec)

@@ -38,6 +38,7 @@ class ExactOps(TorchOps):
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
+        max_group: int = 32,  # noqa: ARG002 (nothing is rounded)
     ) -> Linear:
         """Keep a stored weight as it is stored, or dequantised."""
         if gate is None and isinstance(weight, StoredWeight):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import NamedTuple
 
 from quire.config import Quantization
 from quire.measurement.simulation.replicas.step_time import StepItem
-from quire.models.specs.parameter_estimate import QUANTISED_BYTES, estimate_parameters
+from quire.models.specs.parameter_estimate import estimate_parameters
 from quire.models.specs.spec import FFN, Attention, LayerSpec, Mixer, ModelSpec, StateCacheShape, experts_of
 
 # Tables from which a step reads one row for each token.
@@ -86,7 +87,9 @@ class ModelShape(NamedTuple):
         num_tail = sum(size for name, size in sizes.items() if _is_late(name, last)) - sum(num_idle[last:])
         # Weights of queries are stored with those of keys and values, which all tokens need.
         num_tail += sum(_num_queries(part, spec.width) for part in spec.layers[last].parts)
-        body, head = (element_bytes, element_bytes) if quantization is None else QUANTISED_BYTES[quantization]
+        body = head = Fraction(element_bytes)
+        if quantization is not None:
+            body, head = estimate_parameters(spec).bytes_of_weights(quantization)
         return cls(
             num_body=sum(sizes.values()) - sum(num_idle) - num_tail,
             num_tail=num_tail,

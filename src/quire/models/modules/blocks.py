@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.models.modules.norms import scale_slot, unit_scale
-from quire.models.modules.projections import Projection, ResidualAdd, ResidualProjection
+from quire.models.modules.projections import DOWN_GROUP, Projection, ResidualAdd, ResidualProjection
 from quire.models.modules.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
 from quire.models.specs.head_order import turning_order
@@ -282,7 +282,7 @@ class GatedMLPBlock:
         # Where the gate is scaled, that comes between the product and the gate.
         is_scaled = mlp.gate_scale != 1.0
         self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops, gate=None if is_scaled else mlp.activation)
-        self._down = ResidualProjection(mlp.width, width, mlp.bias, addition, ops)
+        self._down = ResidualProjection(mlp.width, width, mlp.bias, addition, ops, max_group=DOWN_GROUP)
         self._gate = ops.gate
         self._mlp = mlp
         self.slots = nested(gate_up=self._gate_up.slots, down=self._down.slots)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.models.modules.projections import Projection
+from quire.models.modules.projections import DOWN_GROUP, Projection
 from quire.models.modules.rope import RotaryEmbedding
 from quire.models.modules.weight_slots import WeightSlot, WeightSlots, WeightTable, nested
 from quire.models.specs.encoder_spec import ClassifierHead, EncoderLayer, EncoderMLP, EncoderSpec
@@ -177,7 +177,7 @@ class _MLP:
     def __init__(self, mlp: EncoderMLP, width: int, ops: Ops) -> None:
         self._mlp, self._activate = mlp, ops.activate
         self._up = Projection(width, mlp.width * (2 if mlp.gated else 1), mlp.bias, ops)
-        self._down = Projection(mlp.width, width, mlp.bias, ops)
+        self._down = Projection(mlp.width, width, mlp.bias, ops, max_group=DOWN_GROUP)
         self.slots = nested(up=self._up.slots, down=self._down.slots)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.models.modules.blocks import GatedMLPBlock
 from quire.models.modules.norms import Norm
-from quire.models.modules.projections import Projection, ResidualAdd
+from quire.models.modules.projections import DOWN_GROUP, Projection, ResidualAdd
 from quire.models.modules.weight_slots import WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
 from quire.ops.interface.adapted_experts import ExpertAdapters, ExpertPairs, group_pairs
@@ -51,7 +51,7 @@ class ExpertsBlock:
         self._experts, self._addition = experts, addition
         self._router = Projection(width, experts.num_experts, experts.bias, ops, min_bits=8)
         self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops, gate=experts.activation)
-        self._down = ExpertProjections(experts, experts.width, width, ops)
+        self._down = ExpertProjections(experts, experts.width, width, ops, max_group=DOWN_GROUP)
         self._first, self._end = experts.bounds
         self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)
         self._router_norm: Norm | None = None
@@ -249,7 +249,7 @@ class ExpertProjections:
 
     Args:
         in_width, out_width: widths of each expert.
-        gate: see `Ops.pack_linear`.
+        gate, max_group: see `Ops.pack_linear`.
 
     Attributes:
         adapters: adapters of the layers, once they take these.
@@ -262,9 +262,15 @@ class ExpertProjections:
     runs: list[Linear]
 
     def __init__(
-        self, experts: spec.Experts, in_width: int, out_width: int, ops: Ops, gate: Activation | None = None
+        self,
+        experts: spec.Experts,
+        in_width: int,
+        out_width: int,
+        ops: Ops,
+        gate: Activation | None = None,
+        max_group: int = 32,
     ) -> None:
-        self._pack = partial(ops.pack_linear, gate=gate)
+        self._pack = partial(ops.pack_linear, gate=gate, max_group=max_group)
         self._is_transposed = experts.transposed
         num_experts, self._bounds = experts.num_local, experts.bounds
         self._shape = num_experts, out_width, in_width

@@ -18,6 +18,8 @@ from quire.ops.interface.quantized_weight import StoredWeight
 
 # Slices of the inputs of the last projection of a block, over all ranks: so many ranks, or fewer, give the same bits.
 SUM_SLICES: Final = 4
+# Most inputs that share a scale in the last projection of an FFN: some of them are many times as large as the others.
+DOWN_GROUP: Final = 16
 
 
 class Projection:
@@ -90,15 +92,20 @@ class ResidualAdd(NamedTuple):
 class ResidualProjection:
     """The last projection of a mixer or an FFN, what is done to its result, and the residual.
 
+    Args:
+        options: see `Ops.pack_linear`.
+
     Attributes:
         slots: those of the projection and, with a norm, "norm".
     """
 
     __slots__ = ("_addition", "_is_plain", "_projection", "slots")
 
-    def __init__(self, in_width: int, out_width: int, has_bias: bool, addition: ResidualAdd, ops: Ops) -> None:
+    def __init__(
+        self, in_width: int, out_width: int, has_bias: bool, addition: ResidualAdd, ops: Ops, **options: Any
+    ) -> None:
         num_slices = max(1, SUM_SLICES // (1 if addition.ranks is None else addition.ranks.size))
-        self._projection = Projection(in_width, out_width, has_bias, ops, num_slices=num_slices)
+        self._projection = Projection(in_width, out_width, has_bias, ops, num_slices=num_slices, **options)
         self._addition, self._is_plain = addition, addition.is_plain
         self.slots: WeightSlots = self._projection.slots
         if addition.norm is not None:

@@ -24,13 +24,15 @@ from quire.models.specs.spec import (
     ShortConv,
 )
 
-# Bytes of one quantised weight, scales included: of a matrix in the layers, and of the output head.
+# Bytes of one quantised weight, scales included: of a matrix in the layers with groups of 32, and of the output head.
 QUANTISED_BYTES: Final[Mapping[Quantization, tuple[Fraction, Fraction]]] = {
     "int8": (Fraction(17, 16), Fraction(17, 16)),
     "int4": (Fraction(9, 16), Fraction(13, 16)),
 }
-# Quantised weights have a scale of bfloat16 for so many inputs.
+# Quantised weights have a scale of bfloat16 for so many inputs; in int8, the last projections of FFNs for fewer.
 GROUP: Final = 32
+DOWN_GROUP: Final = 16
+SCALE_BYTES: Final = 2
 
 # Bytes of a weight of experts that a checkpoint stores in MXFP4.
 MXFP4_BYTES: Final = Fraction(9, 16)
@@ -44,12 +46,14 @@ class Matrix(NamedTuple):
         width: number of inputs of each.
         min_bits: fewest bits to which a weight is rounded.
         is_expert: whether they are projections of experts.
+        is_down: whether they are the last projections of FFNs.
     """
 
     num_rows: int
     width: int
     min_bits: int = 4
     is_expert: bool = False
+    is_down: bool = False
 
     @property
     def size(self) -> int:
@@ -61,11 +65,12 @@ class Matrix(NamedTuple):
         if quantization is None:
             return self.size * element_bytes
         is_paired = max(self.min_bits, 4 if quantization == "int4" else 8) == 4
-        num_groups = -(-self.width // GROUP)
+        group = DOWN_GROUP if self.is_down and quantization == "int8" else GROUP
+        num_groups = -(-self.width // group)
         if is_paired:
             num_groups += num_groups % 2  # pairs of groups share bytes
         # A code of six bits takes a byte.
-        return self.num_rows * num_groups * (GROUP * (4 if is_paired else 8) // 8 + 2)
+        return self.num_rows * num_groups * (group * (4 if is_paired else 8) // 8 + SCALE_BYTES)
 
 
 class ParameterCounts(NamedTuple):
@@ -77,6 +82,7 @@ class ParameterCounts(NamedTuple):
         is_tied: whether the head is tied.
         projections: parameters of all other matrices.
         experts: parameters of the projections of experts, which are among these.
+        downs: parameters of the last projections of FFNs, which are among these, those of experts aside.
     """
 
     tables: int
@@ -84,6 +90,7 @@ class ParameterCounts(NamedTuple):
     is_tied: bool
     projections: int
     experts: int = 0
+    downs: int = 0
 
     @property
     def total(self) -> int:
@@ -101,8 +108,17 @@ class ParameterCounts(NamedTuple):
             return others.num_bytes(element_bytes, quantization) + int(self.experts * MXFP4_BYTES)
         if quantization is None:
             return self.total * element_bytes
-        projection_bytes, head_bytes = QUANTISED_BYTES[quantization]
+        projection_bytes, head_bytes = self.bytes_of_weights(quantization)
         return self.tables * element_bytes + int(self.head * head_bytes) + int(self.projections * projection_bytes)
+
+    def bytes_of_weights(self, quantization: Quantization) -> tuple[Fraction, Fraction]:
+        """Return the bytes of a quantised weight, scales included: of the projections on average, and of the head."""
+        projection_bytes, head_bytes = QUANTISED_BYTES[quantization]
+        if quantization == "int8" and self.projections:
+            num_more = Fraction(SCALE_BYTES, DOWN_GROUP) - Fraction(SCALE_BYTES, GROUP)
+            # A third of the parameters of an expert is in its last projection.
+            projection_bytes += num_more * (self.downs + self.experts // 3) / self.projections
+        return projection_bytes, head_bytes
 
 
 def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
@@ -115,6 +131,7 @@ def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
         is_tied=spec.tied_head,
         projections=sum(matrix.size for matrix in matrices),
         experts=sum(matrix.size for matrix in matrices if matrix.is_expert),
+        downs=sum(matrix.size for matrix in matrices if matrix.is_down and not matrix.is_expert),
     )
 
 
@@ -234,4 +251,4 @@ def _ffn(ffn: FFN, width: int) -> Iterator[Matrix]:
 def _gated(ffn_width: int, width: int, count: int = 1, *, is_expert: bool = False) -> Iterator[Matrix]:
     """Yield gates and ups, and what comes after them, of `count` gated MLPs."""
     yield Matrix(count * 2 * ffn_width, width, is_expert=is_expert)
-    yield Matrix(count * width, ffn_width, is_expert=is_expert)
+    yield Matrix(count * width, ffn_width, is_expert=is_expert, is_down=True)

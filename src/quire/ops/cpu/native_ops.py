@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -85,6 +85,7 @@ class NativeOps(TorchFallback):
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,
+        max_group: int = 32,
     ) -> Linear:
         """Quantise a weight, or pack it for the native kernels if they are faster, else for oneDNN.
 
@@ -93,11 +94,12 @@ class NativeOps(TorchFallback):
                 depends on the number of rows.
         """
         if isinstance(weight, StoredWeight):
-            return self._pack_stored(weight, bias, min_bits, gate, num_slices)
-        chosen = weight_format(self._quantization, min_bits)
+            pack_plain = partial(self.pack_linear, min_bits=min_bits, num_slices=num_slices, max_group=max_group)
+            return self._pack_stored(weight, bias, pack_plain, gate, num_slices)
+        chosen = weight_format(self._quantization, min_bits, max_group)
         if gate is not None and weight.shape[0] % self._library.panel_columns[chosen is not None]:
             # The last panel would not have equally many gates and other columns.
-            return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
+            return GatedLinear(self.pack_linear(weight, bias, min_bits, max_group=max_group), self.gate, gate)
         if chosen is not None:
             return NativeLinear(self._library.rounded[chosen], self._memory, weight, bias, gate, num_slices)
         if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
@@ -121,19 +123,19 @@ class NativeOps(TorchFallback):
         self,
         weight: StoredWeight,
         bias: Tensor | None,
-        min_bits: int,
+        pack_plain: Callable[..., Linear],
         gate: Activation | None = None,
         num_slices: int = 1,
     ) -> Linear:
         """Pack a stored quantised weight for the native kernels; leave forms without a kernel to torch."""
         if weight.input_order is not None:
-            linear = self._pack_stored(weight.in_own_order(), bias, min_bits, gate, num_slices)
+            linear = self._pack_stored(weight.in_own_order(), bias, pack_plain, gate, num_slices)
             return ReorderedLinear(linear, weight.input_order)
         kernels = self._library.quantized
         if gate is not None and (weight.num_forms > 1 or weight.shape[0] % kernels.panel_columns):
-            return GatedLinear(self._pack_stored(weight, bias, min_bits), self.gate, gate)
+            return GatedLinear(self._pack_stored(weight, bias, pack_plain), self.gate, gate)
         if weight.has_plain:
-            return pack_joined(partial(self.pack_linear, min_bits=min_bits, num_slices=num_slices), weight, bias)
+            return pack_joined(pack_plain, weight, bias)
         if any(kernels.number_of(part.form) < 0 for part in weight.quantized):
             return self._torch.pack_linear(weight, bias, gate=gate)
         return ExactNativeLinear(kernels, self._memory, weight, bias, gate, num_slices)

@@ -100,7 +100,7 @@ class QuantizedKernels(NamedTuple):
 
         Args:
             type_id: the libraries' number of the weight's dtype.
-            form: form of 32 inputs with scales in bfloat16 and an offset that makes the lowest level 0.
+            form: form with scales in bfloat16 and an offset that makes the lowest level 0.
         """
         number = self.number_of(form)
         panels = memory.take(self.num_bytes(number, *weight.shape))

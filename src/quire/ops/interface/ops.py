@@ -285,6 +285,7 @@ class Ops(Protocol):
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,
+        max_group: int = 32,
     ) -> Linear:
         """Take a weight [out, in] and bias [out] into the layout of the backend.
 
@@ -296,6 +297,8 @@ class Ops(Protocol):
                 many columns as the weight has rows; a residual has as many as the weight, and is added before.
             num_slices: equal slices of the inputs whose sums are added as a tree of halves, where the native kernels
                 multiply a quantised weight; a power of two. So ranks that have a slice each add up to the same bits.
+            max_group: most inputs that may share a scale, in a plain weight that is rounded and in its activations,
+                where a form of as many bits has such groups.
         """
 
     def make_lora(self, num_columns: int, max_rank: int | None = None) -> LoraLayer:

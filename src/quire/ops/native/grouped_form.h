@@ -206,14 +206,15 @@ bool with_form(int64_t number, Body body) {
     QUIRE_FORM(21, 8, 32, float)
     QUIRE_FORM(22, 8, 32, float, false, true)
     QUIRE_FORM(23, 6, 32, BFloat16)
+    QUIRE_FORM(24, 8, 16, BFloat16)
 #undef QUIRE_FORM
-    case 24: return call(static_cast<Float8Form<16>*>(nullptr));
-    case 25: return call(static_cast<Float8Form<32>*>(nullptr));
-    case 26: return call(static_cast<Float8Form<128>*>(nullptr));
+    case 25: return call(static_cast<Float8Form<16>*>(nullptr));
+    case 26: return call(static_cast<Float8Form<32>*>(nullptr));
+    case 27: return call(static_cast<Float8Form<128>*>(nullptr));
     default: return false;
   }
 }
 
-constexpr int kNumForms = 27;
+constexpr int kNumForms = 28;
 
 }  // namespace

@@ -54,15 +54,15 @@ void pack_rounded(const T* weight, int64_t num_columns, int64_t width, bool is_g
 
 }  // namespace
 
-// Rounds a weight [num_columns, width] to a form with scales of bfloat16 for 32 inputs, and packs it into panels. For
-// another form, returns false without writing anything.
+// Rounds a weight [num_columns, width] to a form with scales of bfloat16, and packs it into panels. For another form,
+// returns false without writing anything.
 QUIRE_EXPORT bool quire_pack_rounded(int64_t form, Type type, const void* weight, int64_t num_columns, int64_t width,
                                      bool is_gated, uint8_t* panels) {
   bool is_rounded = false;
   with_form(form, [&](auto* null) {
     using Form = std::remove_pointer_t<decltype(null)>;
     if constexpr (!Form::kIsFloat8 && !Form::kHasLevels && !Form::kHasMins && !Form::kHasZeros) {
-      if constexpr (std::is_same_v<typename Form::Scale, BFloat16> && Form::kGroup == 32) {
+      if constexpr (std::is_same_v<typename Form::Scale, BFloat16>) {
         is_rounded = true;
         with_type(type, [&](auto* as) {
           using T = std::remove_pointer_t<decltype(as)>;

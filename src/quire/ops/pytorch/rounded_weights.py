@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight
-from quire.ops.interface.weight_formats import FORMS, GROUP, SMALLEST, WeightFormat
+from quire.ops.interface.weight_formats import FORMS, SMALLEST, WeightFormat
 from quire.ops.pytorch.torch_quantised import padded_groups
 
 
@@ -23,24 +23,24 @@ def round_weight(weight: Tensor, name: WeightFormat, device: torch.device) -> St
         device: device on which rows are quantised.
     """
     form, (num_rows, num_inputs) = FORMS[name], weight.shape
-    num_groups = -(-num_inputs // GROUP)
+    num_groups = -(-num_inputs // form.group)
 
     def read(rows: slice | Tensor) -> QuantizedRows:
-        levels, scales = round_groups(weight[rows].to(device).float(), form.bits)
+        levels, scales = round_groups(weight[rows].to(device).float(), form.bits, form.group)
         return QuantizedRows((levels.short() + form.offset).to(torch.uint8), scales)
 
-    num_bytes = num_rows * num_groups * (GROUP * form.bits // 8 + torch.bfloat16.itemsize)
-    quantized = QuantizedWeight(form, (num_rows, num_groups * GROUP), read, num_bytes)
+    num_bytes = num_rows * num_groups * (form.group * form.bits // 8 + torch.bfloat16.itemsize)
+    quantized = QuantizedWeight(form, (num_rows, num_groups * form.group), read, num_bytes)
     return StoredWeight((quantized,), weight.dtype)
 
 
-def round_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def round_groups(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     """Quantise groups of float32 [N, K] to `bits` bits; the value of the (first) largest magnitude gets the lowest one.
 
     Returns:
         Levels, int8 [N, K padded to whole groups], and scales, bfloat16 [N, groups].
     """
-    groups, lowest = padded_groups(x, GROUP), -float(1 << (bits - 1))
+    groups, lowest = padded_groups(x, group), -float(1 << (bits - 1))
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scales = torch.where(largest.abs() < SMALLEST, 0.0, largest / lowest).to(torch.bfloat16)
     scales = torch.where(scales.isfinite(), scales, torch.nan)

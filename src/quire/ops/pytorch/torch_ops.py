@@ -65,20 +65,20 @@ class TorchOps:
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
+        max_group: int = 32,
     ) -> Linear:
         """Round, or pack for oneDNN where this build of torch does that correctly, else keep the plain weight."""
         if gate is not None:
-            return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
+            return GatedLinear(self.pack_linear(weight, bias, min_bits, max_group=max_group), self.gate, gate)
         if isinstance(weight, StoredWeight):
             if weight.input_order is not None:
-                return ReorderedLinear(
-                    self.pack_linear(weight.in_own_order(), bias, min_bits), weight.input_order.to(self._device)
-                )
+                linear = self.pack_linear(weight.in_own_order(), bias, min_bits, max_group=max_group)
+                return ReorderedLinear(linear, weight.input_order.to(self._device))
             if weight.has_plain:
-                return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
+                return pack_joined(partial(self.pack_linear, min_bits=min_bits, max_group=max_group), weight, bias)
             return TorchStoredLinear(weight, bias, self._device)
         weight = weight.to(self._device)
-        chosen = weight_format(self._quantization, min_bits)
+        chosen = weight_format(self._quantization, min_bits, max_group)
         if chosen is not None:
             return TorchQuantisedLinear(round_weight(weight, chosen, self._device), bias, self._device)
         dtype = weight.dtype

@@ -55,17 +55,18 @@ class ReferenceOps:
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
+        max_group: int = 32,
     ) -> Linear:
         """Keep the weight as it is, or round it."""
         if gate is not None:
-            return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
+            return GatedLinear(self.pack_linear(weight, bias, min_bits, max_group=max_group), self.gate, gate)
         if isinstance(weight, StoredWeight):
             if weight.input_order is not None:
                 return ReorderedLinear(self.pack_linear(weight.in_own_order(), bias), weight.input_order)
             if weight.has_plain:
-                return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
+                return pack_joined(partial(self.pack_linear, min_bits=min_bits, max_group=max_group), weight, bias)
             return ReferenceStoredLinear(weight, bias)
-        chosen = weight_format(self._quantization, min_bits)
+        chosen = weight_format(self._quantization, min_bits, max_group)
         if chosen is None:
             return ReferenceLinear(weight.clone(), bias)
         return ReferenceQuantisedLinear(round_weight(weight, chosen), bias)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight, factors_of, levels_of
-from quire.ops.interface.weight_formats import FORMS, GROUP, SMALLEST, WeightFormat
+from quire.ops.interface.weight_formats import FORMS, SMALLEST, WeightFormat
 
 
 class ReferenceQuantisedLinear:
@@ -88,17 +88,17 @@ def round_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def round_weight(weight: Tensor, name: WeightFormat) -> StoredWeight:
     """Quantise each group of a weight [N, K]; the (first) largest magnitude gets the lowest code."""
     form = FORMS[name]
-    lowest, num_groups = -(1 << (form.bits - 1)), -(-weight.shape[1] // GROUP)
-    codes = torch.full((len(weight), num_groups * GROUP), form.offset, dtype=torch.uint8)
+    lowest, num_groups = -(1 << (form.bits - 1)), -(-weight.shape[1] // form.group)
+    codes = torch.full((len(weight), num_groups * form.group), form.offset, dtype=torch.uint8)
     scales = torch.zeros(len(weight), num_groups, dtype=torch.bfloat16)
     for row_idx, row in enumerate(weight.float()):
-        for idx, group in enumerate(row.split(GROUP)):
+        for idx, group in enumerate(row.split(form.group)):
             scale = (group[group.abs().argmax()] / lowest).bfloat16()
             if not (group.isfinite().all() and scale.isfinite()):
                 scales[row_idx, idx] = math.nan
             elif group.abs().max() >= SMALLEST:
                 levels = (group / scale.float()).round().clamp(lowest, -lowest - 1)
-                codes[row_idx, idx * GROUP : idx * GROUP + len(group)] = (levels + form.offset).byte()
+                codes[row_idx, idx * form.group :][: len(group)] = (levels + form.offset).byte()
                 scales[row_idx, idx] = scale
     rows = QuantizedRows(codes, scales)
     quantized = QuantizedWeight(form, (codes.shape[0], codes.shape[1]), rows.at, codes.nbytes)

@@ -78,10 +78,11 @@ class TritonOps(TorchFallback):
         min_bits: int = 4,
         gate: Activation | None = None,
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
+        max_group: int = 32,
     ) -> Linear:
         """Keep the codes of quantized weights, and quantize plain weights or leave their matmuls to torch."""
         if not isinstance(weight, StoredWeight):
-            chosen = weight_format(self._quantization, min_bits)
+            chosen = weight_format(self._quantization, min_bits, max_group)
             if chosen is not None:
                 rounded = round_weight(weight, chosen, self.device.torch_device)
                 linear = TritonQuantizedLinear(rounded, bias, self.device)
@@ -90,12 +91,12 @@ class TritonOps(TorchFallback):
             kept = weight.to(self.device.torch_device).clone(memory_format=torch.contiguous_format)
             return TritonLinear(kept, bias, gate, self.gate, self.device)
         if gate is not None:
-            return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
+            return GatedLinear(self.pack_linear(weight, bias, min_bits, max_group=max_group), self.gate, gate)
         if weight.input_order is not None:
             order = weight.input_order.to(self.device.torch_device)
-            return ReorderedLinear(self.pack_linear(weight.in_own_order(), bias, min_bits), order)
+            return ReorderedLinear(self.pack_linear(weight.in_own_order(), bias, min_bits, max_group=max_group), order)
         if weight.has_plain:
-            return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
+            return pack_joined(partial(self.pack_linear, min_bits=min_bits, max_group=max_group), weight, bias)
         return TritonStoredLinear(weight, bias, self.device)
 
     def make_lora(self, num_columns: int, max_rank: int | None = None) -> TritonLoraLayer:
