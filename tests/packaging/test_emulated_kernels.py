@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from hatch_build import Compiler, compile_levels, find_compiler, levels_of
 from quire.ops.cpu.native_library import ACTIVATIONS, FOLDER, TYPES
-from quire.ops.interface.weight_formats import FORMS
+from quire.ops.interface.weight_formats import FORMS, WeightFormat
 
 pytestmark = pytest.mark.slow
 HERE = platform.machine()
@@ -27,7 +27,7 @@ COMMANDS = Path(__file__).with_name("kernel_calls.cpp")
 ALIGNMENT = 64
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu")
 ROWS = (1, 2, 3, 7, 16, 33)
-INT8_FORM = 15  # its number in grouped_form.h
+INT8_FORMS: dict[WeightFormat, int] = {"int8": 15, "int8 of 16": 24}  # their numbers in grouped_form.h
 
 
 class Machine(NamedTuple):
@@ -148,8 +148,9 @@ def test_products_of_two_bytes(machine: Machine, dtype: torch.dtype, is_gated: b
         torch.testing.assert_close(memory.read(place, output).float(), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("name", INT8_FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_of_int8(machine: Machine, dtype: torch.dtype) -> None:
+def test_products_of_int8(machine: Machine, dtype: torch.dtype, name: WeightFormat) -> None:
     width, columns = 128, 130
     weight = values(columns, width, dtype=dtype, scale=0.1)
     for num_rows in ROWS:
@@ -158,11 +159,12 @@ def test_products_of_int8(machine: Machine, dtype: torch.dtype) -> None:
         panels, place = memory.room(bytes(4 * 192 * width)), memory.put(output)
         # `QuantizedWeight` of the sources: number and address of segments, number of slices; then the only segment.
         table = memory.room(bytes(8 * 8))
-        segment: tuple[str | int, ...] = (INT8_FORM, columns, FORMS["int8"].offset, 0, panels)
+        number = INT8_FORMS[name]
+        segment: tuple[str | int, ...] = (number, columns, FORMS[name].offset, 0, panels)
         fields = (1, f"p{int(table[1:]) + 24}", 4, *segment)
         memory.run(
             *(("store", f"p{int(table[1:]) + 8 * idx}", field) for idx, field in enumerate(fields)),
-            ("quire_pack_rounded", INT8_FORM, type_id, memory.put(weight), columns, width, 0, panels),
+            ("quire_pack_rounded", number, type_id, memory.put(weight), columns, width, 0, panels),
             ("quire_linear_quantized", type_id, memory.put(x), width, num_rows, table, columns, width, 0, 0, 0, place),
         )
         expected = functional.linear(x.float(), weight.float())

@@ -28,8 +28,8 @@ OF_TWINS: dict[str, tuple[dict[str, Any], float]] = {
     "KV float16": ({"kv_cache_dtype": "float16"}, 0.0015),
     "KV int8": ({"kv_cache_dtype": "int8"}, 0.008),
     "KV fp8": ({"kv_cache_dtype": "fp8"}, 0.008),
-    "int8": ({"quantization": "int8"}, 0.0045),
-    "int8, float32": ({"quantization": "int8", "dtype": "float32"}, 0.0040),
+    "int8": ({"quantization": "int8"}, 0.0040),
+    "int8, float32": ({"quantization": "int8", "dtype": "float32"}, 0.0037),
 }
 
 
