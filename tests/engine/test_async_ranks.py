@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams, StructuredOutputs
 from quire.engine.async_engine import AsyncEngine
 from quire.memory.manager import KVCacheManager
 from quire.scheduling.async_scheduling import AsyncScheduler
-from quire.scheduling.command_log import CommandReplay, LoggedScheduler
+from quire.scheduling.command_log import CommandLog, CommandReplay
 from quire.scheduling.plan import StepPlan
 from quire.sequences.decoding.speculation import AdaptiveDrafter
 from tests.distributed.engines import llm_of_threads
@@ -74,7 +74,7 @@ class EchoedDrafter:
         self._followed = followed
 
     def __getattr__(self, name: str) -> Any:
-        drafter: Any = self._followed.logged.drafter
+        drafter: Any = self._followed.scheduler.drafter
         return getattr(drafter._source if isinstance(drafter, AdaptiveDrafter) else drafter, name)
 
 
@@ -105,8 +105,9 @@ class Followed:
 
     def make(self, memory: KVCacheManager, **options: Any) -> AsyncScheduler:
         """Return the scheduler that is logged."""
-        self.logged = LoggedScheduler(AsyncScheduler(memory, **options), self._send, self._digest_interval)
-        return cast(AsyncScheduler, self.logged)
+        self.scheduler = AsyncScheduler(memory, **options)
+        self.log = CommandLog(self.scheduler, self._send, self._digest_interval)
+        return self.scheduler
 
     def _send(self, message: bytes) -> None:
         self.tags += message[:1]
@@ -120,7 +121,7 @@ def test_a_second_scheduler_plans_the_same_steps_ahead(arriving: list[Job], sett
     followed = Followed(setting)
     world = run_ahead([replace(job, prompt_logprobs=None, media=()) for job in arriving], setting, followed.make)
     assert followed.plans == world.executor.launched
-    followed.logged.flush()
+    followed.log.flush()
     assert not followed.follower.requests
     assert followed.follower.memory.usage() == world.memory.usage()
 

@@ -10,8 +10,8 @@ import pytest
 
 from quire import LLM, LoRARequest, SamplingParams, StructuredOutputs
 from quire.errors import InvalidAdapter, LockstepDrift, WorkerError
-from quire.scheduling.command_log import LoggedScheduler
-from quire.scheduling.plan import StepPlan
+from quire.scheduling.async_scheduling import AsyncScheduler
+from quire.scheduling.command_log import CommandLog
 from tests.conformance.checkpoints import save_checkpoint
 from tests.conformance.test_draft_model import noisy_copy
 from tests.distributed.engines import llm_of_threads
@@ -283,18 +283,15 @@ def test_a_rank_that_admits_another_sequence_ends_all(tmp_path: Path, monkeypatc
 def test_a_plan_that_some_ranks_make_ahead_is_an_error(is_made_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No digest says so, since there is no such plan on the other ranks: what ranks exchange does."""
 
-    def other(scheduler: LoggedScheduler, tick: int, in_flight: StepPlan) -> StepPlan | None:
-        if not is_made_here:
-            scheduler._log_plan("ahead", tick)
-            return None
-        plan: StepPlan | None = scheduler._inner.plan_ahead(tick, in_flight)
-        if plan is not None:
-            scheduler._plans.add(plan)
-        return plan
-
     with llm_of_threads(errors=[], **OPTIONS, async_scheduling=True) as two:
         expected = tokens(two)
-        vars(two.engine.scheduler)["_digest_interval"] = 1 << 20
-        monkeypatch.setattr(LoggedScheduler, "plan_ahead", other)
+        scheduler = two.engine.scheduler
+        assert isinstance(scheduler, AsyncScheduler)
+        assert isinstance(scheduler.observer, CommandLog)
+        scheduler.observer._digest_interval = 1 << 20
+        if is_made_here:
+            monkeypatch.setattr(scheduler.observer, "plan_ahead", lambda _: None)
+        else:
+            monkeypatch.setattr(scheduler, "_plan_ahead", lambda *_: None)
         with pytest.raises(WorkerError, match="exchange different things"):
             assert tokens(two) == expected

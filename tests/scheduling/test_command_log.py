@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import LockstepDrift, UnsupportedFeature
+from quire.errors import InvalidParameter, LockstepDrift, PromptTooLong, UnsupportedFeature
 from quire.memory import MediaSpan
 from quire.memory.prefix.token_chain import Namespace
 from quire.scheduling import Scheduler, StepPlan
-from quire.scheduling.command_log import CommandReplay, LoggedScheduler
+from quire.scheduling.command_log import CommandLog, CommandReplay
+from quire.scheduling.log_messages import Command, decode
 from quire.scheduling.preemption import TransferRates
 from quire.sequences import Request, SamplingParams
 from quire.sequences.decoding.lookup import PromptLookup
@@ -46,12 +47,12 @@ class Pair:
         self.plans: list[StepPlan] = []
         self.num_pinned = 0
         self.tags: Counter[bytes] = Counter()
-        logged = LoggedScheduler(self.leader.scheduler, self._send, digest_interval)
-        self.leader.scheduler = cast(Scheduler, logged)
-        self.logged = logged
+        self.commands: list[Command] = []
+        self.log = CommandLog(self.leader.scheduler, self._send, digest_interval)
 
     def _send(self, commands: bytes) -> None:
         self.tags[commands[:1]] += 1
+        self.commands += decode(commands)
         self.plans += self.replay.apply(commands)
 
     def step(self) -> None:
@@ -60,7 +61,7 @@ class Pair:
         plan = self.leader.plan()
         assert self.plans == ([plan] if plan.items else [])
         self.leader.finish_step(plan)
-        self.logged.flush()
+        self.log.flush()
         self.compare()
 
     def compare(self) -> None:
@@ -112,13 +113,14 @@ def change_what_a_clock_decides(scheduler: Scheduler, rng: random.Random) -> Non
 
 def pin_or_unpin(pair: Pair, rng: random.Random) -> None:
     """Pin the first blocks of a prompt, as far as they are cached, or let go of a pin."""
-    memory, name = pair.leader.scheduler.memory, f"/{rng.randrange(4)}"
+    scheduler, memory = pair.leader.scheduler, pair.leader.scheduler.memory
+    name = f"/{rng.randrange(4)}"
     if name in memory.pins:
         if rng.random() < 0.05:
-            memory.unpin(name)
+            scheduler.unpin(name)
     elif pair.leader.requests:
         request = rng.choice(pair.leader.requests[-8:])
-        pair.num_pinned += memory.pin(name, memory.chain(request.prompt_token_ids, request.namespace))
+        pair.num_pinned += scheduler.pin(name, memory.chain(request.prompt_token_ids, request.namespace))
 
 
 @settings(max_examples=60)
@@ -149,16 +151,17 @@ def test_block_tables_are_equal_after_500_steps() -> None:
     assert min(pair.tags[tag] for tag in (b"p", b"r", b"[")) > 50, "messages of each form were repeated"
 
 
-def test_pins_that_cannot_be_repeated_are_refused_or_end_the_ranks() -> None:
+def test_a_pin_that_cannot_be_repeated_ends_the_ranks() -> None:
     pair = Pair(Setting(pin_limit=8))
     pair.leader.add(Job(prompt=(0, 1, 1, 0, 1), max_tokens=2, ignore_eos=True), seed=0)
     pair.step()
-    memory = pair.leader.scheduler.memory
-    spans = [MediaSpan(4, 1, b"x")]
-    with pytest.raises(UnsupportedFeature) as refused:
-        memory.pin("a", memory.chain([0, 1, 1, 0, 1], Namespace(), spans))
-    assert refused.value.field == "media"
-    assert memory.pin("a", memory.chain([0, 1, 1, 0, 1], Namespace())) == 4
+    scheduler = pair.leader.scheduler
+    # Embeddings behind the pinned blocks do not matter; a block that has some is never cached.
+    chain = scheduler.memory.chain([0, 1, 1, 0, 1], Namespace(), [MediaSpan(4, 1, b"x")])
+    assert scheduler.pin("a", chain) == 4
+    pair.step()
+    assert "a" in pair.follower.memory.pins
+    assert scheduler.pin("b", chain) == 4
     pair.follower.memory.reset_prefix_cache()
     with pytest.raises(LockstepDrift, match="pinned 4 tokens, of which 0 are"):
         pair.step()
@@ -170,6 +173,18 @@ def test_the_log_repeats_drafts_whose_number_follows_times(arriving: list[Job], 
     # Few tokens, so that earlier occurrences are found.
     arriving = [Job(**{**vars(job), "media": (), "max_tokens": 9, "ignore_eos": True}) for job in arriving]
     serve(Pair(Setting(**{**vars(setting), "drafts": ""}), has_drafts=True, digest_interval=2), arriving)
+
+
+def test_a_request_that_the_scheduler_refuses_is_not_sent() -> None:
+    pair = Pair(Setting(max_num_seqs=2))
+    for job in (Job(prompt=(0,), n=3), Job(prompt=(0,) * 9000), Job(prompt=(), max_tokens=2)):
+        with pytest.raises((InvalidParameter, PromptTooLong, ValueError)):
+            pair.leader.add(job, seed=0)
+    pair.leader.add(Job(prompt=(0, 1), ignore_eos=True), seed=0)
+    with pytest.raises(ValueError, match="exists already"):
+        pair.leader.add(Job(prompt=(0, 1)), seed=0)
+    pair.step()
+    assert [name for name, *_ in pair.commands].count("add") == 1
 
 
 @settings(max_examples=30)

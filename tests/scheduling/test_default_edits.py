@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ def watched(patch: pytest.MonkeyPatch, setting: Setting, seed: int) -> tuple[Out
         return plans[-1]
 
     def update_from_results(
-        scheduler: Scheduler, items: Sequence[ScheduledSequence], results: Iterable[ItemResult]
+        scheduler: Scheduler, items: Sequence[ScheduledSequence], results: Sequence[ItemResult]
     ) -> list[SequenceEvent]:
         events = honest_update(scheduler, items, results)
         told.extend((idx, sequence.seq_id, edit, num_tokens) for idx, sequence, edit, num_tokens in events)

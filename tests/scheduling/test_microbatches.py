@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.memory.results import BlockCopy, MemoryOps, StoredBlock, Tier
-from quire.scheduling import Scheduler, StepPlan
-from quire.scheduling.command_log import CommandReplay, LoggedScheduler
+from quire.scheduling import StepPlan
+from quire.scheduling.command_log import CommandLog, CommandReplay
 from quire.scheduling.microbatches import MicrobatchScheduler
 from quire.sequences import Request
 from tests.scheduling.harness import NEVER, Guesser, Harness, Job, Setting, outputs_of
@@ -191,8 +191,7 @@ def test_ranks_repeat_plans_that_are_made_ahead(
         made.extend(replay.apply(commands))
         executed.extend(replay_beside.apply(commands))
 
-    logged = LoggedScheduler(leader.microbatches, send, 1)
-    leader.scheduler = cast(Scheduler, logged)
+    log = CommandLog(leader.microbatches, send, 1)
     added: dict[int, Request] = {}
     rng = random.Random(0)
     last = max(job.arrives_at for job in arriving)
@@ -205,13 +204,13 @@ def test_ranks_repeat_plans_that_are_made_ahead(
         leader.scheduler.chunk_tokens = rng.choice([None, 1, 4])
         made.clear()
         executed.clear()
-        plan = logged.plan(leader.tick)
+        plan = leader.scheduler.plan(leader.tick)
         assert made == leader.microbatches.new_plans
         assert executed == ([plan] if plan.items else [])
         leader.in_flight += leader.microbatches.new_plans
         leader.in_flight = leader.in_flight[1:]
         leader.finish_step(plan)
-        logged.flush()
+        log.flush()
         first, second = leader.microbatches, follower.microbatches
         assert [each.seq_id for each in first.running] == [each.seq_id for each in second.running]
         assert first.memory.usage() == second.memory.usage()

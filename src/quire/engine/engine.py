@@ -94,7 +94,7 @@ class Engine:
         self.ranks: Ranks | None = None
         self.kv_events: KVEventSource | None = None
         prompts = PromptReader(tokenizer, config.vocab_size, config.max_model_len, media_reader, config.is_encoder)
-        self.pins = PrefixPins(config, scheduler.memory, prompts, cache_name)
+        self.pins = PrefixPins(config, scheduler, prompts, cache_name)
         share = config.kv_cache_metrics_sample
         pools = [group.pool for group in scheduler.memory.groups]
         self.block_lifetimes = BlockLifetimes(pools, share, clock) if share else None

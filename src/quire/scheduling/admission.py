@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.errors import InvariantViolation, PromptTooLong
+from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.results import AllocStatus, HitEnd, PrefixHit, Verdict
 from quire.scheduling.beam_groups import append_to_group, lockstep_groups, slots_needed
@@ -35,7 +35,7 @@ class StepBudget:
     reserved: list[int]
 
 
-def check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
+def _check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
     """Refuse a request that could not fit into an empty cache; beams are assumed to share only the prompt.
 
     Raises:
@@ -105,6 +105,24 @@ class Admission:
         self._order = order
         self._whole_prompts = whole_prompts
         self.limit = max_num_seqs
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that could never be admitted.
+
+        Raises:
+            InvalidParameter: it has more samples or beams than can run at once.
+            PromptTooLong: it does not fit even an empty KV cache, or a step that must compute it whole.
+            ValueError: its prompt leaves no room within its own `max_total_tokens`.
+        """
+        params = request.params
+        if not 0 < request.num_prompt < request.max_total_tokens:
+            raise ValueError(f"{request.num_prompt} prompt tokens leave no room within {request.max_total_tokens}")
+        if params.num_sequences > self._max_num_seqs:
+            name = "n" if params.beam_width is None else "beam_width"
+            raise InvalidParameter(name, params.num_sequences, f"at most max_num_seqs ({self._max_num_seqs})")
+        if self._whole_prompts and request.num_prompt > self._max_num_batched_tokens:
+            raise PromptTooLong(request.num_prompt, self._max_num_batched_tokens, "the token budget of a step")
+        _check_can_ever_fit(self._memory, request)
 
     @property
     def _has_running(self) -> bool:

@@ -157,6 +157,15 @@ class AsyncScheduler(Scheduler):
             tick: number of the plan.
             in_flight: the last plan, whose results are not applied yet. Sequences of it may have ended since.
         """
+        if self.observer is None:
+            return self._plan_ahead(tick, in_flight)
+        self.observer.plan_ahead(tick)
+        plan = self._plan_ahead(tick, in_flight)
+        if plan is not None:
+            self.observer.planned(plan)
+        return plan
+
+    def _plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
         if self._is_short or self._admission.outranks_running:
             return None
         run, self._run = self._run, None
@@ -317,13 +326,15 @@ class AsyncScheduler(Scheduler):
         finished_ids, self._queues.finished_ids[:] = tuple(self._queues.finished_ids), ()
         return StepPlan(tick, items, self.memory.take_ops(), finished_ids)
 
-    def update_from_results(self, items: Seq[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
+    def update_from_results(self, items: Seq[ScheduledSequence], results: Seq[ItemResult]) -> list[SequenceEvent]:
         """Apply the results of a step; see `Scheduler`, which does the same in more loops."""
         if not (isinstance(items, DecodeItems) and isinstance(results, DecodeResults)):
             return super().update_from_results(items, results)
         sequences = list(map(self.sequences.get, items.seq_ids))
         if None in sequences:  # it has ended since
             return super().update_from_results(items, results)
+        if self.observer is not None:
+            self.observer.update_from_results(items, results)
         return self._take_tokens(items.seq_ids, cast(list[Sequence], sequences), results.token_ids)
 
     def _take_tokens(self, seq_ids: list[int], sequences: list[Sequence], token_ids: list[int]) -> list[SequenceEvent]:

@@ -6,7 +6,7 @@ beams of a search are always adjacent in the same queue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 from quire.memory.manager import KVCacheManager
@@ -61,6 +61,11 @@ def beam_groups_of(scheduled: Iterable[Sequence], num_samples: Iterable[int]) ->
         if count and sequence.request.search is not None:
             groups.setdefault(sequence.request.request_id, []).append(sequence)
     return tuple(map(_beam_group, groups.values()))
+
+
+def beams_of(group: BeamGroup, sequences: Mapping[int, Sequence]) -> list[Sequence]:
+    """Return the beams of a group by their ids; none where their request has ended."""
+    return [sequences[seq_id] for seq_id in group.seq_ids if seq_id in sequences]
 
 
 def _beam_group(beams: list[Sequence]) -> BeamGroup:

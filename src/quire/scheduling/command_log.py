@@ -1,10 +1,10 @@
 """A log of the commands that a scheduler is given, from which other processes plan the same steps (M10).
 
 Ranks that share a model each have a scheduler and a memory manager of their own. The first one's is given its commands
-by the engine; they are written down in order, and the others repeat them. So no plan travels, only requests, aborts,
-the tokens of each step, and what was decided by a clock. A digest of plan and block tables shows where ranks have come
-to differ. It does not show a plan that only some of them make: where ranks share memory, what they exchange does
-(`ops/native/rank_group.h`).
+by the engine; an observer writes them down in order, and the others repeat them. So no plan travels, only requests,
+aborts, the tokens of each step, and what was decided by a clock. A digest of plan and block tables shows where ranks
+have come to differ. It does not show a plan that only some of them make: where ranks share memory, what they exchange
+does (`ops/native/rank_group.h`).
 
 ```
  ["add", REQUEST]                 Scheduler.add
@@ -15,12 +15,12 @@ to differ. It does not show a plan that only some of them make: where ranks shar
  ["plan", TICK]                   Scheduler.plan
  ["ahead", TICK]                  AsyncScheduler.plan_ahead, of the step behind the last one that was planned
  ["digest", TICK, DIGEST]         digest of that plan and of the block tables after it
- ["results", FIRST, [TOKENS, ...]]  Scheduler.update_from_results for items from the first on: a token, a list of
+ ["results", SEQ, [TOKENS, ...]]  Scheduler.update_from_results for items from this sequence on: a token, a list of
                                   tokens, null for a pooled result, [TOKENS, DRAFT] where a model has made drafts
  ["stop", SEQ, STRING]            Scheduler.finish_at_stop_string
  ["beams", [[[PARENT, TOKEN, SCORE, STOP], ...], ...]]  Scheduler.advance_beams
  ["reset"]                        Scheduler.reset_prefix_cache
- ["pin", NAME, TOKENS, NAMESPACE], ["unpin", NAME]  KVCacheManager.pin and unpin
+ ["pin", NAME, TOKENS, NAMESPACE], ["unpin", NAME]  Scheduler.pin and unpin
  ["adapter", SLOT, DIGEST, FOLDER]  what the data plane has in a slot from now on; null twice for nothing
  ["write_through"], ["save"]      what is done with the prefix cache on disk
  ["close"]                        the end
@@ -32,22 +32,22 @@ travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from quire.errors import LockstepDrift
+from quire.memory.prefix.token_chain import Namespace, TokenChain
+from quire.memory.results import NO_OPS
 from quire.scheduling.async_scheduling import AsyncScheduler
-from quire.scheduling.decode_columns import DecodeItems, DecodeResults
-from quire.scheduling.edits import SequenceEvent
+from quire.scheduling.decode_columns import DecodeItems, DecodeResults, seq_ids_of
 from quire.scheduling.log_messages import Command, decode, encode, encode_short, result_of, single_tokens, tokens_of
-from quire.scheduling.logged_memory import LoggedMemory, repeat_pin
 from quire.scheduling.microbatches import MicrobatchScheduler
-from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan
-from quire.scheduling.plans_in_flight import PlansInFlight
+from quire.scheduling.plan import Candidate, ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.preemption import TransferRates
 from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.scheduler_observer import SchedulerObserver
 from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.request_json import check_travels, request_from_json, request_to_json
 from quire.sequences.sequence import Request, Sequence
@@ -66,148 +66,81 @@ def digest_of(plan: StepPlan, scheduler: Scheduler) -> str:
     return blake2b(repr(state).encode(), digest_size=16).hexdigest()
 
 
-class LoggedScheduler:
-    """A scheduler whose commands are written down; all else is the scheduler's.
+class CommandLog(SchedulerObserver):
+    """Writes down a scheduler's commands.
 
     Args:
-        inner: the scheduler.
+        scheduler: new scheduler; it reports its commands to the log from now on.
         send: function that takes the commands since the last call, as bytes. It is called before each plan, so that
             others plan at the same time, and as soon as a step's results are there.
         digest_interval: steps from one digest to the next.
     """
 
-    def __init__(self, inner: Scheduler, send: Callable[[bytes], None], digest_interval: int = DIGEST_INTERVAL) -> None:
-        pending: list[Command] = []
-        vars(self).update(
-            _inner=inner,
-            _send=send,
-            _pending=pending,
-            memory=LoggedMemory(inner.memory, pending.append),
-            _rates=None,
-            _draft_costs=None,
-            _known={},
-            _plans=PlansInFlight(),
-            _digest_interval=digest_interval,
-        )
+    def __init__(
+        self, scheduler: Scheduler, send: Callable[[bytes], None], digest_interval: int = DIGEST_INTERVAL
+    ) -> None:
+        self._scheduler = scheduler
+        self._send = send
+        self._digest_interval = digest_interval
+        self._pending: list[Command] = []
+        # Values of measured times that the others have, by command.
+        self._measured: dict[str, list[Any]] = {}
+        self._num_known: dict[str, int] = {}
+        scheduler.observer = self
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._inner, name, value)
+    # ---- commands of the scheduler; see `SchedulerObserver` ----
 
     def add(self, request: Request) -> None:
-        """See `Scheduler.add`.
-
-        Raises:
-            UnsupportedFeature: the request cannot be planned by others.
-        """
         check_travels(request)
-        command = ["add", request_to_json(request)]
-        self._inner.add(request)
+        self.put("add", request_to_json(request))
         if request.params.prompt_logprobs is not None:
-            self._known[request.request_id] = 0
-        self._pending.append(command)
+            self._num_known[request.request_id] = 0
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
-        """See `Scheduler.abort`."""
-        self._pending.append(["abort", request_id, reason.value])
-        ended: list[Sequence] = self._inner.abort(request_id, reason)
-        return ended
+    def abort(self, request_id: str, reason: FinishReason) -> None:
+        self.put("abort", request_id, reason.value)
 
-    def plan(self, tick: int) -> StepPlan:
-        """See `Scheduler.plan`."""
-        self._log_plan("plan", tick)
-        plan: StepPlan = self._inner.plan(tick)
-        self._plans.begin(plan)
-        self._log_digest(plan)
-        return plan
+    def plan(self, tick: int) -> None:
+        self._send_plan("plan", tick)
 
-    def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
-        """See `AsyncScheduler.plan_ahead`."""
-        self._log_plan("ahead", tick)
-        plan: StepPlan | None = self._inner.plan_ahead(tick, in_flight)
-        if plan is not None:
-            self._plans.add(plan)
-            self._log_digest(plan)
-        return plan
+    def plan_ahead(self, tick: int) -> None:
+        self._send_plan("ahead", tick)
 
-    def _log_plan(self, name: str, tick: int) -> None:
-        """Send what measured times have decided, and that a plan is made."""
-        inner, rates = self._inner, self._inner.preemption.rates
-        measured = (inner.chunk_tokens, rates.copy_bytes_per_s, rates.prefill_tokens_per_s)
-        if measured != self._rates:
-            vars(self)["_rates"] = measured
-            self._pending.append(["rates", *measured])
-        if isinstance(inner.drafter, AdaptiveDrafter):
-            costs = inner.drafter.is_measuring, list(inner.drafter.step_costs)
-            if costs != self._draft_costs:
-                vars(self)["_draft_costs"] = costs
-                self._pending.append(["drafts", *costs])
-        for request_id, count in list(self._known.items()):
-            request = inner.requests.get(request_id)
-            if request is None:
-                del self._known[request_id]
-            elif request.num_known_prompt_logprobs != count:
-                self._known[request_id] = request.num_known_prompt_logprobs
-                self._pending.append(["known", request_id, request.num_known_prompt_logprobs])
-        if self._pending:
-            self._pending.append([name, tick])
-            self.flush()
-        else:
-            self._send(encode_short(name, tick))
-
-    def _log_digest(self, plan: StepPlan) -> None:
+    def planned(self, plan: StepPlan) -> None:
         if plan.tick % self._digest_interval == 0:
-            self._pending.append(["digest", plan.tick, digest_of(plan, self._inner)])
+            self.put("digest", plan.tick, digest_of(plan, self._scheduler))
 
-    def update_from_results(self, items: Seq[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
-        """See `Scheduler.update_from_results`."""
-        results = results if isinstance(results, DecodeResults) else tuple(results)
-        planned, first = self._plans.oldest.items, 0
-        if items and len(items) < len(planned):
-            first = next(idx for idx, item in enumerate(planned) if item.seq_id == items[0].seq_id)
-        self._plans.take(first + len(items))
+    def update_from_results(self, items: Seq[ScheduledSequence], results: Seq[ItemResult]) -> None:
+        first = items.seq_ids[0] if isinstance(items, DecodeItems) else items[0].seq_id
         tokens = None if self._pending else single_tokens(results)
         if tokens is None:
-            self._pending.append(["results", first, list(map(tokens_of, results))])
+            self.put("results", first, list(map(tokens_of, results)))
             self.flush()
         else:
             self._send(encode_short("results", first) + tokens)
-        events: list[SequenceEvent] = self._inner.update_from_results(items, results)
-        return events
 
     def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
-        """See `Scheduler.finish_at_stop_string`."""
-        self._pending.append(["stop", sequence.seq_id, stop])
-        self._inner.finish_at_stop_string(sequence, stop)
+        self.put("stop", sequence.seq_id, stop)
 
-    def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[SequenceEvent]:
-        """See `Scheduler.advance_beams`."""
-        found = tuple(found)
-        candidates = [[[each.parent_idx, each.token_id, each.score, each.stop] for each in group] for group in found]
-        self._pending.append(["beams", candidates])
-        events: list[SequenceEvent] = self._inner.advance_beams(groups, found)
-        return events
+    def advance_beams(self, found: Seq[tuple[Candidate, ...]]) -> None:
+        self.put(
+            "beams", [[[each.parent_idx, each.token_id, each.score, each.stop] for each in group] for group in found]
+        )
 
     def reset_prefix_cache(self) -> None:
-        """See `Scheduler.reset_prefix_cache`."""
-        self._pending.append(["reset"])
-        self._inner.reset_prefix_cache()
+        self.put("reset")
 
-    def log_adapter(self, slot: int, digest: str | None, folder: str | None) -> None:
-        """Write down the adapter that a slot of the data plane has from now on; None twice for none."""
-        self._pending.append(["adapter", slot, digest, folder])
+    def pinned(self, name: str, chain: TokenChain, num_tokens: int) -> None:
+        # No media are cached here, since `add` refuses them: the blocks have only the tokens of their chain.
+        self.put("pin", name, chain.tokens[:num_tokens], list(Namespace.deserialise(chain.root.content)))
 
-    def log_and_send(self, name: str) -> None:
-        """Write down a command of `FollowingParts`, and send it."""
-        self._pending.append([name])
-        self.flush()
+    def unpinned(self, name: str) -> None:
+        self.put("unpin", name)
 
-    def close_log(self) -> None:
-        """End the log."""
-        self._pending.append(["close"])
-        self.flush()
+    # ---- the log ----
+
+    def put(self, name: str, *arguments: Any) -> None:
+        """Write down a command; it is sent with the next step, or by `flush`."""
+        self._pending.append([name, *arguments])
 
     def flush(self) -> None:
         """Send the commands since the last call."""
@@ -216,21 +149,35 @@ class LoggedScheduler:
             self._pending.clear()
             self._send(message)
 
+    def close(self) -> None:
+        """End the log."""
+        self.put("close")
+        self.flush()
 
-class FollowingParts(Protocol):
-    """Parts of a process besides its scheduler that follow the log."""
-
-    def put_adapter(self, slot: int, digest: str | None, folder: str | None) -> None:
-        """Repeat `LoggedScheduler.log_adapter`."""
-
-    def reset(self) -> None:
-        """Delete the prefix cache outside of memory."""
-
-    def write_through(self) -> None:
-        """Save the blocks of the sequences that have ended."""
-
-    def save(self) -> None:
-        """Save the prefix cache before the end."""
+    def _send_plan(self, name: str, tick: int) -> None:
+        """Send what measured times have decided, and that a plan is made."""
+        scheduler, rates = self._scheduler, self._scheduler.preemption.rates
+        measured: dict[str, list[Any]] = {
+            "rates": [scheduler.chunk_tokens, rates.copy_bytes_per_s, rates.prefill_tokens_per_s]
+        }
+        if isinstance(scheduler.drafter, AdaptiveDrafter):
+            measured["drafts"] = [scheduler.drafter.is_measuring, list(scheduler.drafter.step_costs)]
+        for command, values in measured.items():
+            if values != self._measured.get(command):
+                self._measured[command] = values
+                self.put(command, *values)
+        for request_id, count in list(self._num_known.items()):
+            request = scheduler.requests.get(request_id)
+            if request is None:
+                del self._num_known[request_id]
+            elif request.num_known_prompt_logprobs != count:
+                self._num_known[request_id] = request.num_known_prompt_logprobs
+                self.put("known", request_id, request.num_known_prompt_logprobs)
+        if self._pending:
+            self.put(name, tick)
+            self.flush()
+        else:
+            self._send(encode_short(name, tick))
 
 
 class CommandReplay:
@@ -238,19 +185,23 @@ class CommandReplay:
 
     Args:
         scheduler: scheduler that was made as the log's was.
-        parts: other parts of this process that follow the log; None for none.
+        others: functions that repeat the commands of other parts than the scheduler, by name. That of "reset" deletes
+            the prefix cache outside of memory.
         runs_ahead: True to yield the plans of microbatches as they are made; False as the log's process executes them.
 
     Attributes:
         is_closed: True after the end of the log.
     """
 
-    def __init__(self, scheduler: Scheduler, parts: FollowingParts | None = None, *, runs_ahead: bool = True) -> None:
+    def __init__(
+        self, scheduler: Scheduler, others: Mapping[str, Callable[..., None]] | None = None, *, runs_ahead: bool = True
+    ) -> None:
         self.is_closed = False
         self._runs_ahead = runs_ahead
-        self._parts = parts
+        self._others = others or {}
         self._scheduler = scheduler
-        self._plans = PlansInFlight()
+        # The plan that was made last; the one whose results arrive next, and the one whose results arrived last.
+        self._newest = self._oldest = self._read = StepPlan(0, (), NO_OPS, ())
 
     def apply(self, commands: bytes) -> Iterator[StepPlan]:
         """Repeat commands, and yield each new plan that has items; it is to be executed before the next one.
@@ -263,15 +214,15 @@ class CommandReplay:
             match name:
                 case "plan":
                     plan = scheduler.plan(given[0])
-                    self._plans.begin(plan)
+                    self._newest = self._oldest = self._read = plan
                     if self._runs_ahead and isinstance(scheduler, MicrobatchScheduler):
                         yield from scheduler.new_plans
                     elif plan.items:
                         yield plan
                 case "ahead" if isinstance(scheduler, AsyncScheduler):
-                    ahead = scheduler.plan_ahead(given[0], self._plans.newest)
+                    ahead = scheduler.plan_ahead(given[0], self._newest)
                     if ahead is not None:
-                        self._plans.add(ahead)
+                        self._newest = ahead
                         yield ahead
                 case "digest":
                     self._check(*given)
@@ -295,34 +246,35 @@ class CommandReplay:
                         scheduler.finish_at_stop_string(sequence, given[1])
                 case "beams":
                     found = [tuple(Candidate(*each[:3])._replace(stop=each[3]) for each in group) for group in given[0]]
-                    scheduler.advance_beams(self._plans.read.beams, found)
+                    scheduler.advance_beams(self._read.beams, found)
                 case "reset":
                     scheduler.reset_prefix_cache()
-                    if self._parts is not None:
-                        self._parts.reset()
+                    if name in self._others:
+                        self._others[name]()
                 case "pin":
-                    repeat_pin(scheduler.memory, *given)
+                    self._pin(*given)
                 case "unpin":
-                    scheduler.memory.unpin(given[0])
-                case "adapter" if self._parts is not None:
-                    self._parts.put_adapter(*given)
-                case "write_through" if self._parts is not None:
-                    self._parts.write_through()
-                case "save" if self._parts is not None:
-                    self._parts.save()
+                    scheduler.unpin(given[0])
                 case "close":
                     self.is_closed = True
+                case _ if name in self._others:
+                    self._others[name](*given)
                 case _:
                     raise LockstepDrift(f"the log has a command {name!r} that is not known here")
 
-    def _update(self, first: int, tokens: list[Any]) -> None:
-        plan, end = self._plans.oldest, first + len(tokens)
-        items = plan.items if (first, end) == (0, len(plan.items)) else plan.items[first:end]
-        if len(items) < len(tokens):
+    def _update(self, first_id: int, tokens: list[Any]) -> None:
+        plan, seq_ids = self._oldest, seq_ids_of(self._oldest.items)
+        first = seq_ids.index(first_id) if first_id in seq_ids else len(seq_ids)
+        end = first + len(tokens)
+        if end > len(seq_ids):
             raise LockstepDrift(
-                f"the plan of step {plan.tick} has {len(plan.items)} sequences here, and rank 0 has results of {end}"
+                f"the plan of step {plan.tick} has {len(seq_ids)} sequences here, and rank 0 has results of "
+                f"{len(tokens)} from sequence {first_id} on"
             )
-        self._plans.take(end)
+        items = plan.items if len(tokens) == len(seq_ids) else plan.items[first:end]
+        self._read = plan
+        if end == len(seq_ids):
+            self._oldest = self._newest
         results: Seq[ItemResult]
         if isinstance(items, DecodeItems) and set(map(type, tokens)) == {int}:
             results = DecodeResults(items.seq_ids, tokens)
@@ -330,9 +282,16 @@ class CommandReplay:
             results = [result_of(item.seq_id, each) for item, each in zip(items, tokens, strict=True)]
         self._scheduler.update_from_results(items, results)
 
+    def _pin(self, name: str, tokens: list[int], namespace: list[Any]) -> None:
+        num_tokens = self._scheduler.pin(name, self._scheduler.memory.chain(tokens, Namespace(*namespace)))
+        if num_tokens != len(tokens):
+            raise LockstepDrift(
+                f"rank 0 has pinned {len(tokens)} tokens, of which {num_tokens} are in the prefix cache here"
+            )
+
     def _check(self, tick: int, digest: str) -> None:
         # The block tables change with the results, which follow in the log.
-        plan = self._plans.newest
+        plan = self._newest
         own = digest_of(plan, self._scheduler)
         if plan.tick != tick or own != digest:
             raise LockstepDrift(

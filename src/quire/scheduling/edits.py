@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from quire.scheduling.beam_groups import beams_of
 from quire.scheduling.drafts import DraftSlots
+from quire.scheduling.plan import BeamGroup, Candidate
 from quire.scheduling.registry import SequenceRegistry
-from quire.sequences.beams import Candidate
 from quire.sequences.decoding import beams as beam_search
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import FinishReason
@@ -64,18 +65,17 @@ class SequenceEdits:
                 events.append((idx, sequence, edit, len(sequence.tokens)))
         return events
 
-    def advance_beams(self, idx: int, beams: list[Sequence], candidates: Seq[Candidate]) -> list[SequenceEvent]:
-        """Apply the candidates of a search; return the events in order.
-
-        Args:
-            idx: index of the beam group in the step.
-            beams: all beams of the search.
-            candidates: its candidates, best first.
-        """
-        search = beams[0].request.search
-        assert search is not None
-        edits = beam_search.advance_beams(search, beams, candidates)
-        return self.apply(idx, beams[0], [candidate.token_id for candidate in candidates], edits)
+    def advance_beams(self, groups: Seq[BeamGroup], found: Seq[tuple[Candidate, ...]]) -> list[SequenceEvent]:
+        """Apply the candidates of searches, best first; see `Scheduler.advance_beams`."""
+        events: list[SequenceEvent] = []
+        for idx, (group, candidates) in enumerate(zip(groups, found, strict=True)):
+            beams = beams_of(group, self._registry.sequences)
+            if len(beams) == len(group.seq_ids):
+                search = beams[0].request.search
+                assert search is not None
+                edits = beam_search.advance_beams(search, beams, candidates)
+                events += self.apply(idx, beams[0], [candidate.token_id for candidate in candidates], edits)
+        return events
 
     def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
         """See `Scheduler.finish_at_stop_string`."""

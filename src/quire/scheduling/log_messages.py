@@ -5,7 +5,7 @@ Most steps have a plan without other commands, and one token for each item. Thei
 ```
  "p" | TICK, 8 bytes                           ["plan", TICK]
  "a" | TICK, 8 bytes                           ["ahead", TICK]
- "r" | FIRST, 8 bytes | TOKEN, 4 bytes | ...   ["results", FIRST, [TOKEN, ...]]
+ "r" | SEQ, 8 bytes | TOKEN, 4 bytes | ...     ["results", SEQ, [TOKEN, ...]]
 ```
 """
 

@@ -46,7 +46,7 @@ class MicrobatchScheduler(Scheduler):
         self._in_flight: deque[StepPlan] = deque()
         self._num_planned = 0
 
-    def plan(self, tick: int) -> StepPlan:
+    def _plan(self, tick: int) -> StepPlan:
         """Fill the pipeline; return the oldest plan in flight, whose results are to be applied before the next call.
 
         Some of its sequences may have ended since it was made.
@@ -102,7 +102,7 @@ class MicrobatchScheduler(Scheduler):
         running[:] = free[:end]
         queues.held = held
         try:
-            return super().plan(self._num_planned)
+            return super()._plan(self._num_planned)
         finally:
             queues.release_held()
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.memory.manager import KVCacheManager
-from quire.memory.results import MemoryOps, Verdict
+from quire.memory.results import Verdict
 from quire.scheduling.beam_groups import lockstep_group
+from quire.scheduling.plan import StepPlan
 from quire.scheduling.policies import PREEMPTION_POLICIES
 from quire.scheduling.queues import Queues
 from quire.scheduling.registry import SequenceRegistry
@@ -131,23 +132,26 @@ class Preemption:
         sequence.num_computed = 0
         self._queues.move(sequence, SequenceStatus.WAITING)
 
-    def recover(self, ops: MemoryOps) -> tuple[str, ...]:
+    def recover(self, plan: StepPlan) -> tuple[str, ...]:
         """Recompute the sequences that hold target blocks of failed copies, and unpublish these blocks.
 
         Args:
-            ops: memory operations of a failed step; the sequences of the step have ended.
+            plan: plan of a failed step, whose sequences have ended.
 
         Returns:
             The names of the pins that are lost.
         """
-        lost = self._memory.lost_copies.holders_of(ops)
+        finished_ids = self._queues.finished_ids
+        # No duplicates: a sequence may be finished and opened again by the same plan, and have ended with it.
+        finished_ids[:] = dict.fromkeys((*plan.finished_ids, *finished_ids))
+        lost = self._memory.lost_copies.holders_of(plan.ops)
         for seq_id in lost.seq_ids:
             sequence = self._registry.sequences.get(seq_id)
             if sequence is not None:  # otherwise it ended together with another beam of its search
                 self.discard(sequence)
         for name in lost.pins:
             self._memory.unpin(name)
-        self._memory.lost_copies.discard(ops)
+        self._memory.lost_copies.discard(plan.ops)
         return lost.pins
 
     def discard(self, sequence: Sequence) -> None:

@@ -11,14 +11,15 @@ Invariants: S1 to S6.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import takewhile
 
-from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
+from quire.errors import InvariantViolation
 from quire.memory.manager import KVCacheManager
+from quire.memory.prefix.token_chain import TokenChain
 from quire.memory.results import NO_OPS, MemoryOps
-from quire.scheduling.admission import Admission, check_can_ever_fit
+from quire.scheduling.admission import Admission
 from quire.scheduling.beam_groups import append_to_group, beam_groups_of, lockstep_group
 from quire.scheduling.drafts import DraftSlots
 from quire.scheduling.edits import SequenceEdits, SequenceEvent
@@ -27,6 +28,7 @@ from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.registry import SequenceRegistry
+from quire.scheduling.scheduler_observer import SchedulerObserver
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.decoding.drafting import Drafter
 from quire.sequences.decoding.stop import end_of_tokens
@@ -54,6 +56,7 @@ class Scheduler:
         drafts: reservation of draft slots; holds the drafter.
         preemption: preemption of sequences; holds the measured transfer rates.
         chunk_tokens: maximum number of prompt tokens in a step with decoding sequences; None for the whole budget.
+        observer: receives every command, if set.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens: int | None = None
-        self._whole_prompts = whole_prompts
+        self.observer: SchedulerObserver | None = None
         self.stats = SchedulerStats()
         self._queues = Queues()
         order = Order(policy, priority_aging)
@@ -107,18 +110,14 @@ class Scheduler:
         Raises:
             PromptTooLong: it does not fit even an empty KV cache, or a step that must compute it whole.
             InvalidParameter: it has more samples or beams than can run at once.
+            UnsupportedFeature: the observer refuses it.
             ValueError: its id is in use, or its prompt leaves no room within its own `max_total_tokens`.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id!r} exists already")
-        if not 0 < request.num_prompt < request.max_total_tokens:
-            raise ValueError(f"{request.num_prompt} prompt tokens leave no room within {request.max_total_tokens}")
-        if request.params.num_sequences > self.max_num_seqs:
-            name = "n" if request.params.beam_width is None else "beam_width"
-            raise InvalidParameter(name, request.params.num_sequences, f"at most max_num_seqs ({self.max_num_seqs})")
-        if self._whole_prompts and request.num_prompt > self.max_num_batched_tokens:
-            raise PromptTooLong(request.num_prompt, self.max_num_batched_tokens, "the token budget of a step")
-        check_can_ever_fit(self.memory, request)
+        self._admission.check(request)
+        if self.observer is not None:
+            self.observer.add(request)
         self._registry.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
@@ -131,6 +130,8 @@ class Scheduler:
         Returns:
             The sequences that were not finished; empty for an unknown request.
         """
+        if self.observer is not None:
+            self.observer.abort(request_id, reason)
         return self._edits.abort(request_id, reason)
 
     @property
@@ -147,6 +148,14 @@ class Scheduler:
 
     def plan(self, tick: int) -> StepPlan:
         """Return the plan of the next step; it contains every running sequence that can grow, in policy order."""
+        if self.observer is None:
+            return self._plan(tick)
+        self.observer.plan(tick)
+        plan = self._plan(tick)
+        self.observer.planned(plan)
+        return plan
+
+    def _plan(self, tick: int) -> StepPlan:
         has_preempted = bool(self.waiting or self.swapped) and self._admission.preempt_lower_priority()
         preemptions_before = self.stats.num_preemptions
         scheduled, spare = self._schedule_running(leaves_room=has_preempted)
@@ -177,7 +186,7 @@ class Scheduler:
         """Return the copies that were planned and that no step will make, as none follows."""
         return self.memory.take_ops()
 
-    def update_from_results(self, items: Seq[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
+    def update_from_results(self, items: Seq[ScheduledSequence], results: Seq[ItemResult]) -> list[SequenceEvent]:
         """Apply the results of a step: publish all items, then fork, append and finish item by item.
 
         Args:
@@ -188,6 +197,8 @@ class Scheduler:
             The events in order; none for an item whose sequence ended while the step ran. A `Fail` is only reported: it
             does not end the sequence.
         """
+        if self.observer is not None:
+            self.observer.update_from_results(items, results)
         find, computed = self.sequences.get, {}
         sequences = [find(item.seq_id) for item in items]
         if self.drafts.branches.seq_ids:
@@ -221,38 +232,45 @@ class Scheduler:
         Args:
             plan: failed plan; all of its sequences have ended.
         """
-        finished_ids = self._queues.finished_ids
-        # No duplicates: a sequence may be finished and opened again by the same plan, and have ended with it.
-        finished_ids[:] = dict.fromkeys((*plan.finished_ids, *finished_ids))
-        return self.preemption.recover(plan.ops)
+        return self.preemption.recover(plan)
 
-    def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[SequenceEvent]:
+    def advance_beams(self, groups: Seq[BeamGroup], found: Seq[tuple[Candidate, ...]]) -> list[SequenceEvent]:
         """Apply the candidates of a step after the results of its items; return the events in order, by group index.
 
         Args:
             groups: beam groups of the executed plan; those whose request ended while the step ran are skipped.
             found: candidates of each group.
         """
-        events: list[SequenceEvent] = []
-        for idx, (group, candidates) in enumerate(zip(groups, found, strict=True)):
-            beams = self.beams_of(group)
-            if len(beams) == len(group.seq_ids):
-                events += self._edits.advance_beams(idx, beams, candidates)
-        return events
+        if self.observer is not None:
+            self.observer.advance_beams(found)
+        return self._edits.advance_beams(groups, found)
 
     def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
         """End a sequence whose text has a stop string, which takes precedence over length and stop tokens."""
+        if self.observer is not None:
+            self.observer.finish_at_stop_string(sequence, stop)
         self._edits.finish_at_stop_string(sequence, stop)
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, and what drafts are made from; running sequences keep their blocks."""
+        if self.observer is not None:
+            self.observer.reset_prefix_cache()
         self.memory.reset_prefix_cache()
         if self.drafter is not None:
             self.drafter.reset()
 
-    def beams_of(self, group: BeamGroup) -> list[Sequence]:
-        """Return the beams of a group; none where their request has ended."""
-        return [self.sequences[seq_id] for seq_id in group.seq_ids if seq_id in self.sequences]
+    def pin(self, name: str, chain: TokenChain) -> int:
+        """Hold a prefix in the prefix cache; see `KVCacheManager.pin`."""
+        num_tokens = self.memory.pin(name, chain)
+        if num_tokens and self.observer is not None:
+            self.observer.pinned(name, chain, num_tokens)
+        return num_tokens
+
+    def unpin(self, name: str) -> None:
+        """Release a pinned prefix."""
+        self.memory.unpin(name)
+        if self.observer is not None:
+            self.observer.unpinned(name)
 
     # ---- parts of a plan ----
 
@@ -271,7 +289,11 @@ class Scheduler:
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, self.chunk_tokens)
         proposals = self.drafts.propose(pending_counts, spare) if self.drafter and not leaves_room else {}
-        singles = self._find_singles(pending_counts, proposals)
+        # The others decode, belong to no beam search and have no drafts; those that follow each other share a call.
+        singles = {sequence for sequence, count in zip(running, pending_counts, strict=True) if count != 1}
+        if self._registry.num_searches:
+            singles |= {sequence for sequence in running if sequence.request.search is not None}
+        singles |= proposals.keys()
         scheduled, position = dict[Sequence, int](), 0
         # A preemption during the loop removes only sequences after the group, and not always the last ones.
         while position < len(running):
@@ -297,16 +319,6 @@ class Scheduler:
                     scheduled |= dict.fromkeys(group, count)
             position += len(group)
         return scheduled, spare + leaves_room
-
-    def _find_singles(self, pending_counts: list[int], proposals: Iterable[Sequence]) -> set[Sequence]:
-        """Return the running sequences that get their slots by a call of their own.
-
-        The others decode, belong to no beam search and have no drafts; those that follow each other share a call.
-        """
-        singles = {sequence for sequence, count in zip(self.running, pending_counts, strict=True) if count != 1}
-        if self._registry.num_searches:
-            singles |= {sequence for sequence in self.running if sequence.request.search is not None}
-        return singles.union(proposals)
 
     def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
         """Append `count` slots to each sequence of a group, where needed after preempting sequences not scheduled yet.

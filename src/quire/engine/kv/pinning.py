@@ -9,7 +9,7 @@ from quire.config import ResolvedConfig
 from quire.engine.inputs.prompts import Prompt, PromptReader, TokenPrompt
 from quire.engine.inputs.request_options import read_namespace
 from quire.errors import InvalidParameter, PinLimitReached, UnsupportedFeature
-from quire.memory.manager import KVCacheManager
+from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 
 MAX_NAME_LEN = 256
@@ -41,7 +41,7 @@ class PrefixPins:
 
     Args:
         config: configuration of the engine.
-        memory: memory manager of the engine.
+        scheduler: scheduler of the engine.
         prompts: reader of prompts.
         cache_name: identity of the model for the prefix cache.
     """
@@ -49,12 +49,12 @@ class PrefixPins:
     def __init__(
         self,
         config: ResolvedConfig,
-        memory: KVCacheManager,
+        scheduler: Scheduler,
         prompts: PromptReader,
         cache_name: str,
     ) -> None:
         self._config = config
-        self._memory = memory
+        self._scheduler, self._memory = scheduler, scheduler.memory
         self._prompts = prompts
         self._cache_name = cache_name
 
@@ -99,7 +99,7 @@ class PrefixPins:
             return 0
         if not self._memory.pins.can_add(hit.block_ids):
             raise PinLimitReached(self._memory.pins.num_filled(hit.block_ids), self._memory.pins.limit)
-        return self._memory.pin(key, self._memory.chain(whole, namespace, spans))
+        return self._scheduler.pin(key, self._memory.chain(whole, namespace, spans))
 
     def unpin(self, name: str, tenant: str | None = None) -> None:
         """Unpin a prefix.
@@ -111,7 +111,7 @@ class PrefixPins:
         key = _key(name, read_namespace(self._cache_name, None, tenant).tenant)
         if key not in self._memory.pins:
             raise InvalidParameter("name", name, "the name of a pinned prefix")
-        self._memory.unpin(key)
+        self._scheduler.unpin(key)
 
     def report(self) -> PinReport:
         """Return the pinned prefixes; thread-safe."""

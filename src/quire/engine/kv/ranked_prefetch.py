@@ -26,6 +26,7 @@ from quire.errors import LockstepDrift, RankFailed, WorkerError
 from quire.execution.runners.executor import Executor
 from quire.memory.results import MemoryOps
 from quire.memory.tiers.disk_tier import DiskLoad
+from quire.scheduling.command_log import CommandLog
 from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -71,10 +72,10 @@ class LeaderPrefetcher(RankedPrefetcher):
     """The prefetcher of rank 0, which makes the decisions.
 
     Attributes:
-        log: function that logs a command and sends it to the other ranks.
+        log: log of the commands for the other ranks.
     """
 
-    log: Callable[[str], None]
+    log: CommandLog
 
     def _stage(self, sequence: Sequence, num_blocks: int, part: Seq[DiskLoad] | None, *, is_last: bool) -> bool:
         blocks = None if part is None else [[load.block.group_idx, load.block_idx] for load in part]
@@ -85,18 +86,22 @@ class LeaderPrefetcher(RankedPrefetcher):
     def write_through(self, executor: Executor) -> None:
         """See `DiskPrefetcher`; the other ranks do the same."""
         if self._disk_tier.ended:
-            self.log("write_through")
+            self._command("write_through")
             super().write_through(executor)
 
     def save_all(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
         """See `DiskPrefetcher`; the other ranks do the same meanwhile. Nothing is saved after a rank has failed."""
         if self._ranks.failure is None:
             try:
-                self.log("save")
+                self._command("save")
             except WorkerError as error:
                 logger.warning("the prefix cache is not saved: %s", error)
                 return
             super().save_all(executor, pending, clock)
+
+    def _command(self, name: str) -> None:
+        self.log.put(name)
+        self.log.flush()
 
 
 class FollowerPrefetcher(RankedPrefetcher):

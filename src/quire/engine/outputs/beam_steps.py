@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.engine.outputs.output_processor import OutputProcessor, RequestState
+from quire.scheduling.beam_groups import beams_of
 from quire.scheduling.plan import BeamGroup, Candidate
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.sequence import Sequence as Beam
@@ -46,7 +47,7 @@ class BeamSteps:
             groups: beam groups of the executed plan.
             candidates: candidates of each group.
         """
-        beams = map(self._scheduler.beams_of, groups)
+        beams = [beams_of(group, self._scheduler.sequences) for group in groups]
         found = [self._with_stops(*pair) for pair in zip(beams, candidates, strict=True)]
         num_generated, ended = 0, dict[str, RequestState]()
         for _, beam, edit, _ in self._scheduler.advance_beams(groups, found):

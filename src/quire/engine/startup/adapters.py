@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
-from typing import cast
 
 from quire.config import LoRAConfig
 from quire.distributed.gpu_ranks import on_gpu
@@ -17,7 +17,7 @@ from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.loading.loading import make_adapter_slots
 from quire.models.modules.decoder import Decoder
-from quire.scheduling.command_log import LoggedScheduler
+from quire.scheduling.command_log import CommandLog
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.lora import LoRARequest
 
@@ -56,6 +56,7 @@ def load_adapters(
     scheduler: Scheduler,
     model_name: str,
     ranks: Ranks | None = None,
+    log: CommandLog | None = None,
     adapter_bytes: int | None = None,
 ) -> AdapterRegistry | None:
     """Load the adapters of a configuration; None where the decoder takes none.
@@ -65,9 +66,10 @@ def load_adapters(
     Args:
         config: options of adapters.
         own: slots of the decoder; None for none.
-        scheduler: scheduler of the engine; on rank 0 of several, a `LoggedScheduler`.
+        scheduler: scheduler of the engine.
         model_name: name of the model.
         ranks: ranks that share the model; None for one process.
+        log: log of rank 0; None on other ranks, and for one process.
         adapter_bytes: see `ResolvedConfig`.
 
     Raises:
@@ -82,13 +84,12 @@ def load_adapters(
         return [request.adapter for request in scheduler.requests.values()]
 
     slots: DataPlaneSlots = own
-    if ranks is not None and not ranks.is_leader:
+    if ranks is not None and log is None:
         slots = FollowerSlots(own, config.max_adapters)
         answer_calls(ranks.links, on_gpu(ranks.gpu, slots.answer))
         return AdapterRegistry(slots, config.max_adapters, used_slots, model_name)
-    if ranks is not None:
-        log = cast(LoggedScheduler, scheduler).log_adapter
-        slots = LeaderSlots(own, RankCalls(ranks.links, ranks.size), log)
+    if ranks is not None and log is not None:
+        slots = LeaderSlots(own, RankCalls(ranks.links, ranks.size), partial(log.put, "adapter"))
     registry = AdapterRegistry(slots, config.max_adapters, used_slots, model_name)
     for name, path in config.adapters.items():
         try:

@@ -150,7 +150,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
         disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack, ranks)
         speculation = make_speculation(config.speculative)
         scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, scheduler_type(config.parallel, resolved))
-        scheduler, executor = lead(ranks, scheduler, executor, resolved.num_threads, disk_prefetch)
+        executor, log = lead(ranks, scheduler, executor, resolved.num_threads, disk_prefetch)
         engine = (AsyncEngine if resolved.async_scheduling else Engine)(
             resolved,
             wrap.scheduler(scheduler),
@@ -166,7 +166,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
             hand_over=hand_over,
         )
         engine.requests.can_generate, engine.ranks = pooling.has_head, ranks
-        engine.adapters = load_adapters(config.lora, slots, scheduler, name, ranks, resolved.adapter_bytes)
+        engine.adapters = load_adapters(config.lora, slots, scheduler, name, ranks, log, resolved.adapter_bytes)
         engine.kv_events = open_kv_events(config, engine, disk)
         # From here on the engine closes the disk.
         stack.pop_all()

@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from quire.config import EngineConfig
@@ -82,7 +84,7 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
     loaded = load_part(own, Wrappers(), ranks)
     engine = loaded.engine
     runs_ahead = ranks.group.runs_ahead
-    replay = CommandReplay(engine.scheduler, LoadedParts(loaded, runs_ahead=runs_ahead), runs_ahead=runs_ahead)
+    replay = CommandReplay(engine.scheduler, _commands_of_parts(loaded, runs_ahead=runs_ahead), runs_ahead=runs_ahead)
     while not replay.is_closed:
         for plan in replay.apply(ranks.group.receive_commands()):
             engine.executor.execute(plan)
@@ -90,42 +92,27 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
     engine.close()
 
 
-class LoadedParts:
-    """The components of this rank, other than the scheduler, that follow rank 0.
+def _commands_of_parts(loaded: LoadedModel, *, runs_ahead: bool) -> dict[str, Callable[..., None]]:
+    """Return the functions that repeat the commands of rank 0 to other parts than the scheduler; see `CommandReplay`.
 
     Args:
         loaded: the model, with its engine.
         runs_ahead: see `RankGroup`.
     """
+    engine, prefetch = loaded.engine, loaded.disk_prefetch
+    commands: dict[str, Callable[..., None]] = {}
+    if engine.adapters is not None and isinstance(engine.adapters.slots, FollowerSlots):
+        commands["adapter"] = engine.adapters.slots.repeat
+    if isinstance(prefetch, FollowerPrefetcher):
 
-    def __init__(self, loaded: LoadedModel, *, runs_ahead: bool = False) -> None:
-        self._runs_ahead = runs_ahead
-        self._engine, self._disk_prefetch = loaded.engine, loaded.disk_prefetch
+        def save() -> None:
+            # Where ranks run ahead, the plans in flight have been executed already.
+            pending = engine.scheduler.memory.take_ops() if runs_ahead else engine.scheduler.take_ops()
+            prefetch.repeat_save(engine.executor, pending, time.monotonic)
 
-    def put_adapter(self, slot: int, digest: str | None, folder: str | None) -> None:
-        """See `FollowingParts`."""
-        adapters = self._engine.adapters
-        assert adapters is not None, "every rank has the same options"
-        assert isinstance(adapters.slots, FollowerSlots)
-        adapters.slots.repeat(slot, digest, folder)
-
-    def reset(self) -> None:
-        """See `FollowingParts`."""
-        if self._disk_prefetch is not None:
-            self._disk_prefetch.reset()
-
-    def write_through(self) -> None:
-        """See `FollowingParts`."""
-        self._prefetch.write_through(self._engine.executor)
-
-    def save(self) -> None:
-        """See `FollowingParts`."""
-        scheduler = self._engine.scheduler
-        # Where ranks run ahead, the plans in flight have been executed already.
-        pending = scheduler.memory.take_ops() if self._runs_ahead else scheduler.take_ops()
-        self._prefetch.repeat_save(self._engine.executor, pending, time.monotonic)
-
-    @property
-    def _prefetch(self) -> FollowerPrefetcher:
-        assert isinstance(self._disk_prefetch, FollowerPrefetcher), "every rank has the same options"
-        return self._disk_prefetch
+        commands |= {
+            "reset": prefetch.reset,
+            "write_through": partial(prefetch.write_through, engine.executor),
+            "save": save,
+        }
+    return commands

@@ -1,11 +1,11 @@
-"""Starts the ranks of a model, and wraps the scheduler and the executor of rank 0 for them."""
+"""Starts the ranks of a model, connects their executors, and has rank 0 log the commands of its scheduler."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Final, cast
+from typing import Final
 
 from quire.config import EngineConfig, ParallelConfig, ResolvedConfig
 from quire.distributed.gpu_ranks import device_of_ranks, join_devices
@@ -25,7 +25,7 @@ from quire.models.specs.sharding import Share, shard_spec
 from quire.models.specs.spec import experts_of
 from quire.models.specs.stage_spec import divide
 from quire.scheduling.async_scheduling import AsyncScheduler
-from quire.scheduling.command_log import LoggedScheduler
+from quire.scheduling.command_log import CommandLog
 from quire.scheduling.microbatches import MicrobatchScheduler
 from quire.scheduling.scheduler import Scheduler
 
@@ -94,16 +94,16 @@ def lead(
     executor: Executor,
     num_threads: int,
     prefetch: DiskPrefetcher | None = None,
-) -> tuple[Scheduler, Executor]:
-    """Return a rank's scheduler and executor, wrapped for ranks; rank 0's scheduler sends its commands to others."""
+) -> tuple[Executor, CommandLog | None]:
+    """Return a rank's executor, wrapped for ranks, and the log by which rank 0's scheduler commands the others."""
     if ranks is None:
-        return scheduler, executor
+        return executor, None
     cores = ranks.cores(num_threads)
     if cores:
         logger.info("rank %d: threads on cores %s", ranks.rank, ", ".join(map(str, cores)))
     if not ranks.is_leader:
-        return scheduler, RankedExecutor(executor, ranks, cores)
-    logged = LoggedScheduler(scheduler, ranks.send_commands)
+        return RankedExecutor(executor, ranks, cores), None
+    log = CommandLog(scheduler, ranks.send_commands)
     if isinstance(prefetch, LeaderPrefetcher):
-        prefetch.log = logged.log_and_send
-    return cast(Scheduler, logged), RankedExecutor(executor, ranks, cores, logged.close_log)
+        prefetch.log = log
+    return RankedExecutor(executor, ranks, cores, log.close), log
