@@ -46,6 +46,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
+from quire.memory.command_observer import CommandObserver
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.prefix.token_chain import DIGEST_BYTES, TokenChain
@@ -56,6 +57,7 @@ from quire.memory.sequence_blocks import SequenceBlocks
 logger = logging.getLogger(__name__)
 
 TITLE = "quire memory log"
+ENDED = "the recording of memory commands ends here, since it cannot be written: %s"
 VERSION = 4
 COUNT_EVERY = 256
 # The first fields of `Usage` count blocks, sequences, tokens and events; the others follow from them.
@@ -70,8 +72,8 @@ def keyed_name(digest: bytes, _: bytes) -> str:
     return digest[: DIGEST_BYTES // 2].hex()
 
 
-class MemoryRecorder:
-    """Writes a manager's commands to a log; a `CommandObserver`.
+class MemoryRecorder(CommandObserver):
+    """Writes a manager's commands to a log.
 
     Args:
         manager: new manager, built from the settings; it reports its commands to the recorder from now on.
@@ -95,8 +97,7 @@ class MemoryRecorder:
         self._next_counts = COUNT_EVERY
         self._pins: dict[str, int] = {}
         self._num_pins = 0
-        self._put(f"{TITLE} {VERSION} {settings.to_json()}")
-        self._flush()
+        self._put(f"{TITLE} {VERSION} {settings.to_json()}", flushes=True)
         manager.tables.observer = self
 
     # ---- events; see `CommandObserver` ----
@@ -136,7 +137,7 @@ class MemoryRecorder:
         kept = int(retain) + 2 * (not is_sound)
         self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {kept}{name}")
         if not self.manager.sequences:
-            self._write_counts()
+            self._put(self._counts())
 
     def swapped_out(self, seq_ids: Sequence[int]) -> None:
         self._write(_joined(">", *seq_ids))
@@ -160,10 +161,11 @@ class MemoryRecorder:
         self._write(_joined("x", *map(_movement, ops.copies)))
 
     def ops_taken(self, ops: MemoryOps) -> None:
-        self._write(_joined("o", *map(_movement, ops.copies)))
+        line = _joined("o", *map(_movement, ops.copies))
+        self._num_commands += 1
         if self._num_commands >= self._next_counts:
-            self._write_counts()
-        self._flush()
+            line += "\n" + self._counts()
+        self._put(line, flushes=True)
 
     def deltas_taken(self, seq_ids: Sequence[int], deltas: Sequence[tuple[TableDelta, ...]]) -> None:
         for seq_id, changed in zip(seq_ids, deltas, strict=True):
@@ -196,11 +198,11 @@ class MemoryRecorder:
         self._put(line)
         self._num_commands += 1
 
-    def _write_counts(self) -> None:
+    def _counts(self) -> str:
         self._next_counts = self._num_commands + COUNT_EVERY
         usage = self.manager.usage()
         counts = (self._num_commands, *usage[:NUM_COUNTS], *(usage.host or ())[:NUM_HOST_COUNTS])
-        self._put(" ".join(["=", *map(str, counts)]))
+        return _joined("=", *counts)
 
     def close(self) -> None:
         """Write the rest of the log, and close it; later commands are not recorded."""
@@ -209,37 +211,24 @@ class MemoryRecorder:
             try:
                 log.close()
             except OSError as error:
-                _warn(error)
+                logger.warning(ENDED, error)
 
-    def _put(self, line: str) -> None:
-        if self._log is not None:
-            try:
-                self._log.write(line + "\n")
-            except OSError as error:
-                self._stop(error)
-
-    def _flush(self) -> None:
-        if self._log is not None:
-            try:
+    def _put(self, text: str, *, flushes: bool = False) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(text + "\n")
+            if flushes:
                 self._log.flush()
-            except OSError as error:
-                self._stop(error)
-
-    def _stop(self, error: OSError) -> None:
-        """Stop recording: a log that lacks a command could not be replayed past it."""
-        log, self._log = self._log, None
-        _warn(error)
-        # The rest of the log's buffer cannot be written either; its file is closed all the same.
-        if log is not None:
+        except OSError as error:
+            # A log that lacks a command could not be replayed past it. The file is closed without its buffer.
+            logger.warning(ENDED, error)
             with suppress(OSError):
-                log.close()
+                self._log.close()
+            self._log = None
 
 
-def _warn(error: OSError) -> None:
-    logger.warning("the recording of memory commands ends here, since it cannot be written: %s", error)
-
-
-def _joined(*words: str | int) -> str:
+def _joined(*words: object) -> str:
     return " ".join(map(str, words))
 
 

@@ -19,24 +19,6 @@ from quire.memory.recording.settings import MemorySettings
 from quire.memory.results import FetchedBlock, MemoryOps
 from quire.memory.usage import Usage
 
-VERBS = {
-    "a": "allocate",
-    "s": "append_slots",
-    "g": "append_slot_to_all",
-    "k": "fork",
-    "t": "truncate",
-    "p": "publish",
-    "f": "free",
-    ">": "swap_out",
-    "<": "swap_in",
-    "l": "publish_loaded",
-    "r": "reset_prefix_cache",
-    "+": "pin",
-    "-": "unpin",
-    "d": "take_table_deltas",
-    "o": "take_ops",
-    "x": "discard_copies",
-}
 OF_A_SEQUENCE = frozenset("sktpfd")
 COUNTS = "="
 MAX_SHOWN = 120
@@ -169,23 +151,29 @@ class _Replay:
         self.line_number = 1
         self.is_truncated = False
         self._num_unchecked = 0
-        self._runs: dict[str, Callable[[list[str]], object]] = {
-            "a": self._allocate,
-            "s": self._append_slots,
-            "g": lambda words: self.memory.append_slots([int(word) for word in words[1:]], atomic=True),
-            "k": self._fork,
-            "t": self._truncate,
-            "p": self._publish,
-            "f": self._free,
-            ">": lambda words: self.memory.swap_out([int(word) for word in words]),
-            "<": lambda words: self.memory.swap_in([int(word) for word in words]),
-            "l": self._adopt,
-            "r": lambda _: self.memory.reset_prefix_cache(),
-            "+": self._pin,
-            "-": lambda words: self.memory.unpin(words[0]),
-            "d": lambda words: self.memory.take_table_deltas((int(words[0]),)),
-            "o": lambda _: self.memory.take_ops(),
-            "x": lambda words: self.memory.lost_copies.discard(MemoryOps(tuple(map(read_movement, words)))),
+        self._runs: dict[str, tuple[str, Callable[[list[str]], object]]] = {
+            "a": ("allocate", self._allocate),
+            "s": ("append_slots", self._append_slots),
+            "g": (
+                "append_slot_to_all",
+                lambda words: self.memory.append_slots([int(word) for word in words[1:]], atomic=True),
+            ),
+            "k": ("fork", self._fork),
+            "t": ("truncate", self._truncate),
+            "p": ("publish", self._publish),
+            "f": ("free", self._free),
+            ">": ("swap_out", lambda words: self.memory.swap_out([int(word) for word in words])),
+            "<": ("swap_in", lambda words: self.memory.swap_in([int(word) for word in words])),
+            "l": ("publish_loaded", self._adopt),
+            "r": ("reset_prefix_cache", lambda _: self.memory.reset_prefix_cache()),
+            "+": ("pin", self._pin),
+            "-": ("unpin", lambda words: self.memory.unpin(words[0])),
+            "d": ("take_table_deltas", lambda words: self.memory.take_table_deltas((int(words[0]),))),
+            "o": ("take_ops", lambda _: self.memory.take_ops()),
+            "x": (
+                "discard_copies",
+                lambda words: self.memory.lost_copies.discard(MemoryOps(tuple(map(read_movement, words)))),
+            ),
         }
 
     @classmethod
@@ -238,8 +226,9 @@ class _Replay:
             raise ValueError(f"the line is not a command: {_shown(line)}")
         if letter in OF_A_SEQUENCE and int(words[0]) not in self.memory.sequences:
             raise ValueError(f"sequence {words[0]} is not live in {_shown(line)}")
-        self._runs[letter](words)
-        self.num_commands[VERBS[letter]] += 1
+        command, run = self._runs[letter]
+        run(words)
+        self.num_commands[command] += 1
         self._num_unchecked += 1
 
     def _check(self) -> None:
