@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.distributed.kvstore.disk.folder import StoreFolder
 from quire.distributed.kvstore.disk.lmdb_file import StoreDamaged, StoreFile, StoreFull
 from quire.distributed.kvstore.disk.lmdb_tables import StoreSizes, WriteBatch, Written, bytes_on_disk
 from quire.distributed.kvstore.record import IDENTITY_BYTES, pack, read_key, record_key, seal, unpack
-from quire.distributed.kvstore.store_observer import StoreObserver
 from quire.distributed.kvstore.store_stats import StoreStats
 from quire.errors import ConfigError
 from quire.memory.results import StoredBlock
@@ -35,6 +34,17 @@ LIVE_SHARE = 0.75
 BATCH_SHARE = 1 / 16
 MOST_BATCH_BYTES = 16 << 20
 MOST_PENDING_BYTES = 64 << 20
+
+
+class StoreObserver(Protocol):
+    """Receives (group, digest) of blocks that this engine writes to, finds on or deletes from disk; in either thread.
+
+    A reset is not reported block by block; changes by other engines of the folder are not reported.
+    """
+
+    def on_stored(self, blocks: Sequence[tuple[int, bytes]]) -> None: ...
+
+    def on_deleted(self, blocks: Sequence[tuple[int, bytes]]) -> None: ...
 
 
 class PrefixStore:

@@ -7,9 +7,9 @@ from itertools import takewhile
 
 from quire.sequences.decoding.beams import Beams
 from quire.sequences.decoding.custom import CustomStrategy
-from quire.sequences.decoding.pooled import EndOfPrompt
 from quire.sequences.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Request, Sequence
+from quire.sequences.status import FinishReason
 from quire.sequences.strategy import Append, Edit, Finish, Fork, Strategy, Truncate
 
 
@@ -61,6 +61,18 @@ def _appends(sequence: Sequence, token_ids: Seq[int]) -> list[Edit]:
             num_accepted = min(num_accepted, len(edits) - 1)
         edits.append(Truncate(sample_idx, len(sequence.tokens) + num_accepted))
     return edits if finish is None else [*edits, finish]
+
+
+class EndOfPrompt:
+    """Ends a sequence once its prompt is computed; no token is appended."""
+
+    def num_draws(self, sequence: Sequence) -> int:  # noqa: ARG002
+        """Return 1: the last row of the prompt is read."""
+        return 1
+
+    def advance(self, sequence: Sequence, token_ids: Seq[int]) -> Seq[Edit]:  # noqa: ARG002
+        """Return the end of the sequence."""
+        return (Finish(sequence.sample_idx, FinishReason.STOP),)
 
 
 SAMPLING = Sampling()
