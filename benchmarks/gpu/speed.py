@@ -187,7 +187,6 @@ def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
     for decodes, length in ((64, 192), (0, 2048)) if not bench.is_rehearsal else ((2, 20),):
         if bench.left_s() > 45:
             measure_pieces(bench, decoder, shape, decodes, context, length)
-    # The second has as many rows as two alternative drafts.
     drafts = ((1, DRAFTS), (1, 2 * DRAFTS + 1), (32, DRAFTS)) if not bench.is_rehearsal else ((2, DRAFTS),)
     for batch, num_drafts in drafts:
         if bench.left_s() > 45:

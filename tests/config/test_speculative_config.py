@@ -12,7 +12,6 @@ from quire.errors import ConfigError
 
 SMALL: dict[str, Any] = {
     "num_speculative_tokens": 3,
-    "num_speculative_branches": 3,
     "prompt_lookup_min": 3,
     "prompt_lookup_max": 5,
     "suffix_cache_bytes": 1 << 20,
@@ -76,6 +75,11 @@ def test_a_mapping_as_vllm_takes_it_says_the_same() -> None:
             "unknown key 'metod'.* known keys are method, model",
         ),
         ({"speculative_config": {"dtype": "float32"}}, "speculative_config", "unknown key 'dtype'"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_branches": 3}},
+            "num_speculative_branches",
+            "must be 1 or absent, got 3: alternative drafts were removed, .*; leave it out, and set num_spec",
+        ),
         (
             {"speculative_config": {"method": "ngram"}, "speculative_method": "off"},
             "speculative_method",

@@ -41,16 +41,15 @@ from tests.scheduling.random_jobs import jobs, narrow_settings
 @given(
     arriving=st.lists(jobs, min_size=1, max_size=7),
     setting=narrow_settings(),
-    drafts=st.sampled_from(["guesser", "model", "branches", "model branches"]),
+    drafts=st.sampled_from(["guesser", "model"]),
 )
 def test_tokens_with_drafts_are_those_of_step_by_step(arriving: list[Job], setting: Setting, drafts: str) -> None:
     """Requests come and go while a step with their drafts is in flight; with drafts none is planned ahead."""
     arriving = [replace(job, prompt_logprobs=None, media=()) for job in arriving]
     world = run_ahead(arriving, replace(setting, drafts=drafts))
     assert_undisturbed(world, arriving)
-    if not drafts.endswith("branches"):  # those may rest
-        assert world.executor.num_ahead == 0
-        assert world.executor.most_unread == 1
+    assert world.executor.num_ahead == 0
+    assert world.executor.most_unread == 1
 
 
 @pytest.mark.slow
@@ -58,7 +57,7 @@ def test_tokens_with_drafts_are_those_of_step_by_step(arriving: list[Job], setti
 @given(
     arriving=st.lists(jobs, min_size=1, max_size=9),
     setting=narrow_settings(),
-    drafts=st.sampled_from(["guesser", "model", "branches", "model branches"]),
+    drafts=st.sampled_from(["guesser", "model"]),
 )
 def test_tokens_with_drafts_are_those_of_step_by_step_in_many_runs(
     arriving: list[Job], setting: Setting, drafts: str
@@ -66,20 +65,6 @@ def test_tokens_with_drafts_are_those_of_step_by_step_in_many_runs(
     test_tokens_with_drafts_are_those_of_step_by_step.hypothesis.inner_test(  # type: ignore[attr-defined]
         arriving, setting, drafts
     )
-
-
-def test_branches_of_a_request_that_ends_in_flight_are_not_counted() -> None:
-    """Neither their tokens nor the time of the step, as where the sequence has none."""
-    world = AheadEngine(Setting(drafts="branches"))
-    world.add(Job(prompt=(1, 2, 1, 2, 1), max_tokens=60, ignore_eos=True), 0)
-    branches = world.scheduler.drafts.branches
-    while not branches.seq_ids:
-        assert world.engine.has_unfinished
-        world.step()
-    before = world.engine.stats.computed_tokens
-    world.abort(0)
-    assert world.executor.num_unread == 0
-    assert world.engine.stats.computed_tokens == before
 
 
 # ---- drafts that rest ----

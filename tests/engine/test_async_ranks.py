@@ -99,8 +99,6 @@ class Followed:
             self.follower.drafts.drafter = echoed = EchoedDrafter(self)
             if setting.drafts in ("adaptive", "resting"):
                 self.follower.drafts.drafter = AdaptiveDrafter(echoed, 4)
-            elif setting.drafts.endswith("branches"):
-                self.follower.drafts.drafter = AdaptiveDrafter(echoed, 4, 3)
         self._replay = CommandReplay(self.follower)
 
     def make(self, memory: KVCacheManager, **options: Any) -> AsyncScheduler:

@@ -67,11 +67,9 @@ def test_adapters_come_and_go_as_in_one_process(world: World, tmp_path: Path, si
 # ---- drafts ----
 
 
-@pytest.mark.parametrize("num_branches", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["divided", "whole", "mtp"])
-def test_drafts_of_models_are_those_of_one_process(kind: str, num_branches: int, tmp_path: Path) -> None:
-    counts = {"num_speculative_tokens": 3, "num_speculative_branches": num_branches}
-    options: dict[str, Any] = {**TINY, **counts, "num_kv_blocks": 120}
+def test_drafts_of_models_are_those_of_one_process(kind: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**TINY, "num_speculative_tokens": 3, "num_kv_blocks": 120}
     if kind == "mtp":
         model = save_mtp_checkpoint(tmp_path / "model", noise=0.07, head_noise=0.5)
         options |= {"speculative_method": "mtp", "num_kv_blocks": 400}

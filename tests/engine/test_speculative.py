@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -174,5 +173,3 @@ def test_prompt_lookup_finds_what_repeats() -> None:
 def test_lines_at_the_start_name_the_method(plain: LLM, drafting: LLM) -> None:
     for llm, is_shown in ((plain, False), (drafting, True)):
         assert any("Speculative decoding: suffix" in line for line in llm.resolved.lines()) == is_shown
-    branching = replace(drafting.resolved, num_speculative_branches=3)
-    assert any("each of up to 3 alternative drafts" in line for line in branching.lines())

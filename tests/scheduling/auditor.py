@@ -45,8 +45,7 @@ class Auditor:
         assert len(set(everybody)) == len(everybody), "S1: a sequence is in two queues"
         assert {sequence.seq_id for sequence in everybody} == scheduler.sequences.keys()
         running, swapped = scheduler.running, scheduler.swapped
-        branches = scheduler.drafts.branches.seq_ids
-        assert len(running) + len(branches) <= scheduler.max_num_seqs, "S2: more sequences run than there are slots"
+        assert len(running) <= scheduler.max_num_seqs, "S2: more sequences run than there are slots"
         for request in scheduler.requests.values():
             alive = request.unfinished
             if request.search is not None and alive:
@@ -58,7 +57,6 @@ class Auditor:
         assert sum(slots) <= scheduler.max_num_seqs, "S2: beams to come have no slots"
         held = {seq_id: state.is_swapped for seq_id, state in scheduler.memory.sequences.items()}
         should_be = {s.seq_id: False for s in running} | {s.seq_id: True for s in swapped}
-        should_be |= dict.fromkeys(branches, False)
         assert held == should_be, (
             "S4: the holders of memory on a tier are not the sequences that run or are swapped out"
         )
@@ -95,11 +93,6 @@ class Auditor:
             assert plan.items, "S3: an empty step, though there is work"
         for item in plan.items:
             end = item.start + len(item.token_ids)
-            if item.seq_id in scheduler.drafts.branches.seq_ids:
-                assert item.new_sequence is not None
-                assert 0 < item.num_draft == len(item.token_ids) - 1
-                assert memory.sequences[item.seq_id].num_slots == end, "slots for other than a branch's tokens"
-                continue
             sequence = scheduler.sequences[item.seq_id]
             assert item.token_ids
             assert item.start == sequence.num_computed

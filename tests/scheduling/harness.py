@@ -69,8 +69,7 @@ class Setting:
 
     Args:
         drafts: maker of drafts: "" for none, "guesser" in the control plane, "model" in the data plane; "adaptive" for
-            guesses, mostly wrong, where they pay, and "resting" where they never do; "branches" and "model branches"
-            with branches.
+            guesses, mostly wrong, where they pay, and "resting" where they never do.
         num_bytes: size of the arena, in place of `num_blocks`, for groups whose blocks differ.
     """
 
@@ -119,12 +118,7 @@ class Setting:
         """Return the maker of drafts of a data plane."""
         if not self.drafts:
             return None
-        guesser = Guesser(executor, leaves_them=self.drafts.startswith("model"))
-        if self.drafts.endswith("branches"):
-            guesser.share_right = 0.4
-            branching = AdaptiveDrafter(guesser, 4, num_branches=3)
-            branching.step_costs = [1.0] * 15
-            return branching
+        guesser = Guesser(executor, leaves_them=self.drafts == "model")
         if self.drafts not in ("adaptive", "resting"):
             return guesser
         guesser.share_right = 0.3
@@ -179,27 +173,6 @@ class Guesser:
                 continue
             draft.append(known if known is not None and rng.random() < self.share_right else rng.randrange(VOCAB_SIZE))
         return tuple(draft)
-
-    def propose_branches(
-        self, sequence: Sequence, draft: tuple[int, ...], limit: int, count: int
-    ) -> list[tuple[int, ...]]:
-        """Return other drafts; the first token of one of them is right half of the time that the draft's is wrong."""
-        if self.leaves_them:
-            return [(UNKNOWN - rank,) + (UNKNOWN,) * (limit - 1) for rank in range(1, count + 1)]
-        rng = random.Random(repr((sequence.seq_id, sequence.tokens, count)))
-        tail = tuple(sequence.tokens[sequence.num_computed :])
-        known = self.executor.predict_next(sequence.seq_id, tail)
-        firsts = [token for token in rng.sample(range(VOCAB_SIZE), count + 1) if token not in (draft[0], known)]
-        if known is not None and known != draft[0] and rng.random() < 0.5:
-            firsts.insert(rng.randrange(count), known)
-        others = []
-        for first in firsts[:count]:
-            other = [first]
-            while len(other) < limit:
-                then = self.executor.predict_next(sequence.seq_id, (*tail, *other))
-                other.append(then if then is not None and rng.random() < 0.8 else rng.randrange(VOCAB_SIZE))
-            others.append(tuple(other))
-        return others
 
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Count."""
@@ -290,7 +263,7 @@ class Harness:
         run's time, are checked after the last one, and in every fourth step of single items after each.
         """
         result = self.executor.execute(plan)
-        per_call = 1 if self.tick % 2 and not self.scheduler.drafts.branches.seq_ids else len(plan.items)
+        per_call = 1 if self.tick % 2 else len(plan.items)
         for start in range(0, len(plan.items), max(per_call, 1)):
             items = plan.items[start : start + per_call]
             sequences = [self.scheduler.sequences.get(item.seq_id) for item in items]

@@ -77,7 +77,7 @@ def narrow_settings(draw: st.DrawFn) -> Setting:
         preemption_policy=draw(st.sampled_from(["last", "least_waste"])),
         preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
         host_blocks=draw(st.sampled_from([0, 1, 3, least, 3 * least])),
-        drafts=draw(st.sampled_from(["", "guesser", "model", "branches", "model branches"])),
+        drafts=draw(st.sampled_from(["", "guesser", "model"])),
     )
 
 

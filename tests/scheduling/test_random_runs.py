@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from quire.measurement.simulation.replicas.executor import log_probabilities
 from quire.memory import ChunkedLocal, KVCacheSpec
-from quire.scheduling.draft_branches import DraftBranches
-from quire.sequences import Sequence
 from tests.decoding.beam_twin import Rules
 from tests.decoding.beam_twin import search as search_slowly
 from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Guesser, Harness, Job, Setting, outputs_of, run
@@ -146,7 +144,7 @@ def test_an_undisturbed_search_finds_what_the_slow_twin_finds(job: Job, seed: in
 )
 @pytest.mark.parametrize(
     "drafts",
-    ["", "guesser", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("model", "branches", "model branches"))],
+    ["", "guesser", pytest.param("model", marks=pytest.mark.slow)],
 )
 def test_long_runs(seed: int, setting: Setting, drafts: str) -> None:
     jobs = random_jobs(random.Random(seed), 20)
@@ -284,37 +282,3 @@ def test_long_runs_do_accept_and_reject_drafts(drafts: str) -> None:
     assert stats.accepted_by_position == sorted(stats.accepted_by_position, reverse=True)
     # The passer-by at the end is a sequence too.
     assert drafter.num_forgotten == 1 + sum(len(request.sequences) for request in outcome.requests)
-
-
-@pytest.mark.parametrize("drafts", ["branches", "model branches"])
-@pytest.mark.parametrize(
-    "setting",
-    [
-        Setting(),
-        Setting(num_blocks=60, block_size=1, budget=12, max_num_seqs=8),
-        Setting(num_blocks=30, max_num_seqs=8, specs=(*FULL, WINDOW)),
-        Setting(num_blocks=40, max_num_seqs=8, specs=(*FULL, STATE), snapshot_interval=4),
-        Setting(num_blocks=19, max_num_seqs=8, preemption_mode="swap", host_blocks=60),
-        Setting(num_blocks=50, max_num_seqs=9, caching=False),
-    ],
-)
-def test_sequences_go_on_with_branches(drafts: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_chosen, take_over = 0, DraftBranches.take_over
-
-    def take_over_seen(self: DraftBranches, sequence: Sequence) -> None:
-        nonlocal num_chosen
-        take_over(self, sequence)
-        num_chosen += 1
-
-    monkeypatch.setattr(DraftBranches, "take_over", take_over_seen)
-    for seed in range(4):
-        jobs = random_jobs(random.Random(seed), 3)
-        outcome = run(jobs, replace(setting, drafts=drafts))
-        for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
-            assert agrees(job, samples, expected)
-        stats = outcome.scheduler.stats
-        assert stats.num_accepted_tokens == sum(stats.accepted_by_position)
-        sequences = [sequence for request in outcome.requests for sequence in request.sequences]
-        assert stats.num_draft_tokens == sum(sequence.num_drafted for sequence in sequences)
-        assert stats.num_accepted_tokens == sum(sequence.num_accepted for sequence in sequences)
-    assert num_chosen > 1

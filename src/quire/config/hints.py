@@ -1,4 +1,4 @@
-"""Names from vLLM, transformers and OpenAI that do not exist in Quire: neutral values, and hints for other values."""
+"""Names that do not exist in Quire, of other projects or removed: neutral values, and hints for other values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,17 @@ _OF_SERVE: Final = "it is an option of `quire serve`"
 _PROXY: Final = "a proxy before the server does that"
 _PARSER: Final = "it is an option of `quire serve` and an argument of LLM.chat"
 
+# Options of earlier versions, refused with the reason for a release.
+REMOVED: Final[Mapping[str, Foreign]] = {
+    "num_speculative_branches": (
+        (1,),
+        "alternative drafts were removed, since they were no faster; leave it out, and set num_speculative_tokens for "
+        "longer drafts",
+    ),
+}
+
 OPTION_HINTS: Final[Mapping[str, Foreign]] = {
+    **REMOVED,
     # Neither value runs code: a model either has a built-in architecture or is refused.
     "trust_remote_code": (_FLAGS, _NO_CODE),
     "code_revision": ((), _NO_CODE),
@@ -196,7 +206,7 @@ def is_neutral(value: object, row: Foreign) -> bool:
 
 
 def drop_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those of vLLM that have neutral values; one warning names these.
+    """Return the options without those of `OPTION_HINTS` that have neutral values; one warning names these.
 
     Args:
         options: options by name.
@@ -211,7 +221,7 @@ def drop_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
             allowed = " or ".join([*map(shown, [*(neutral or ())][:4]), "absent"])
             raise ConfigError(f"{name} must be {allowed}, got {shown(options[name])}: {hint}", field=name)
     if foreign:
-        logger.warning("ignored options of vLLM that change nothing here: %s", ", ".join(sorted(foreign)))
+        logger.warning("ignored options that change nothing here: %s", ", ".join(sorted(foreign)))
     return {name: value for name, value in options.items() if name not in OPTION_HINTS}
 
 

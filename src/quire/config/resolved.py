@@ -47,7 +47,6 @@ class ResolvedConfig:
         kv_cache_dtype: dtype of the KV cache.
         speculative_method: method that proposes drafts.
         num_speculative_tokens: maximum number of drafts per sequence and step; 0 for none.
-        num_speculative_branches: maximum number of alternative drafts per sequence and step.
         lacks_kernels: True if stock operators are used on a CPU because there are no native kernels.
         fitted_from: longest context that the model supports, if `max_model_len` was limited by the memory instead;
             None if it was not.
@@ -93,7 +92,6 @@ class ResolvedConfig:
     kv_cache_dtype: str = "bfloat16"
     speculative_method: str = "off"
     num_speculative_tokens: int = 0
-    num_speculative_branches: int = 1
     lacks_kernels: bool = False
     fitted_from: int | None = None
     is_encoder: bool = False
@@ -139,11 +137,9 @@ class ResolvedConfig:
             f"Swap space: {self.swap_space / GIB:.2f} GiB of host memory "
             f"({self.swap_blocks:,} blocks); preemption mode {self.preemption_mode}",
         )
-        branches = self.num_speculative_branches
-        others = f", in each of up to {branches} alternative drafts" if branches > 1 else ""
         drafts = (
             f"Speculative decoding: {self.speculative_method}, at most {self.num_speculative_tokens} tokens of a "
-            f"sequence in a step{others}",
+            "sequence in a step",
         )
         cache: tuple[str, ...] = (
             f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB "
@@ -237,7 +233,6 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         state_snapshot_interval=cache.state_snapshot_interval,
         speculative_method=config.speculative.speculative_method,
         num_speculative_tokens=config.speculative.num_tokens,
-        num_speculative_branches=config.speculative.num_branches,
         is_encoder=facts.is_encoder,
     )
 

@@ -7,19 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from quire.config.checks import check_choices, check_whole, put_path, put_size
+from quire.config.hints import REMOVED
 from quire.errors import ConfigError, shown
 
 METHODS = ("off", "ngram", "suffix", "draft", "mtp")
 MAX_TOKENS = 32
 MAX_LOOKUP = 64
-MAX_BRANCHES = 8
 DEFAULT_TOKENS = 8
 DEFAULT_LOOKUP_MIN, DEFAULT_LOOKUP_MAX = 2, 8
 DEFAULT_CACHE_BYTES = 64 << 20
 # Option -> the methods that use it.
 METHODS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "num_speculative_tokens": METHODS[1:],
-    "num_speculative_branches": METHODS[1:],
     "prompt_lookup_min": ("ngram", "suffix"),
     "prompt_lookup_max": ("ngram",),
     "suffix_cache_bytes": ("suffix",),
@@ -39,8 +38,6 @@ class SpeculativeConfig:
             see `draft_model`), or "mtp" (the model's own MTP head for multi-token prediction).
         num_speculative_tokens: maximum number of drafts per sequence and step, 1 to 32; the number adapts to the
             acceptance rate and the cost of drafts. None takes 8.
-        num_speculative_branches: maximum number of alternative drafts per sequence and step, 1 to 8; their first tokens
-            differ. Fewer are used where they do not pay. None takes 1.
         prompt_lookup_min: minimum number of last tokens that must occur earlier; None takes 2.
         prompt_lookup_max: maximum length of a match that is compared, with "ngram"; None takes 8 or
             `prompt_lookup_min`, whichever is more.
@@ -51,7 +48,6 @@ class SpeculativeConfig:
 
     speculative_method: str = field(default="off", metadata={"choices": METHODS})
     num_speculative_tokens: int | None = None
-    num_speculative_branches: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_cache_bytes: int | None = None
@@ -61,7 +57,6 @@ class SpeculativeConfig:
         method = self.speculative_method
         check_choices(self)
         check_whole("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_TOKENS, optional=True)
-        check_whole("num_speculative_branches", self.num_speculative_branches, 1, MAX_BRANCHES, optional=True)
         check_whole("prompt_lookup_min", self.prompt_lookup_min, 1, MAX_LOOKUP, optional=True)
         check_whole("prompt_lookup_max", self.prompt_lookup_max, 1, MAX_LOOKUP, optional=True)
         put_size(self, "suffix_cache_bytes", 1 << 16, optional=True)
@@ -88,11 +83,6 @@ class SpeculativeConfig:
     def num_tokens(self) -> int:
         """Maximum number of drafts per sequence and step; 0 without speculative decoding."""
         return 0 if self.speculative_method == "off" else self.num_speculative_tokens or DEFAULT_TOKENS
-
-    @property
-    def num_branches(self) -> int:
-        """Maximum number of alternative drafts of a sequence in a step."""
-        return self.num_speculative_branches or 1
 
     @property
     def lookup_min(self) -> int:
@@ -134,7 +124,9 @@ def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
     twice = next((name for name in names if name in flat), None)
     if twice is not None:
         raise ConfigError(f"{twice} is given twice, once in speculative_config", field=twice)
-    unknown = next((name for name in names if name != "speculative_method" and name not in METHODS_OF), None)
+    # A removed option is refused by its own sentence later.
+    known = {"speculative_method", *METHODS_OF, *REMOVED}
+    unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise ConfigError(
             f"unknown key {shown(unknown)} of speculative_config; "

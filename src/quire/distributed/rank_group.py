@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import inf
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -103,25 +102,21 @@ class RankGroup:
         pairs = torch.stack((values, columns.int().view(torch.float32)), 1)
         return self.transport.gather(pairs, [2] * self.size)
 
-    def agreed_likeliest(self, logits: Tensor, widths: Sequence[int], count: int = 1) -> Tensor:
-        """Return the columns of the greatest logits of each row, [R, count] of int64, the greatest first.
+    def agreed_likeliest(self, logits: Tensor, widths: Sequence[int]) -> Tensor:
+        """Return the column of the greatest logit of each row, [R] of int64: of equals the first one.
 
-        They are the same on every rank; all call it.
+        It is the same on every rank; all call it.
 
         Args:
             logits: [R, widths[rank]] of float32, of this rank's columns.
             widths: number of columns of each rank.
-            count: number of columns to return; at most those of all ranks.
         """
-        values, columns = greatest(logits, min(count, logits.shape[1]))
-        own = slice(self.rank * count, self.rank * count + values.shape[1])
-        # Ranks with fewer columns leave places that no logit is less than.
-        found = logits.new_zeros(2, len(logits), self.size * count)
-        found[0, :, self.rank * count : (self.rank + 1) * count] = -inf
+        values, columns = logits.max(-1)
+        found = logits.new_zeros(2, len(logits), self.size)
         # A float32 holds the number of any column of fewer than 2^24 exactly, and so does its sum with zeros.
-        found[0, :, own], found[1, :, own] = values, (columns + sum(widths[: self.rank])).float()
+        found[0, :, self.rank], found[1, :, self.rank] = values, (columns + sum(widths[: self.rank])).float()
         found = self.all_reduce(found)
-        return found[1].gather(1, greatest(found[0], count)[1]).long()
+        return found[1].gather(1, found[0].argmax(-1, keepdim=True))[:, 0].long()
 
     def of_first(self, numbers: Tensor) -> Tensor:
         """Return rank 0's integers [R] of at most 24 bits, on every rank; all call it with as many."""
@@ -197,11 +192,3 @@ def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
 
 def _content(message: Tensor) -> bytes:
     return ctypes.string_at(message.data_ptr() + HEADER_BYTES, message.numel() - HEADER_BYTES)
-
-
-def greatest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the greatest logits of each row and their columns, [R, count], the greatest first.
-
-    Of equal ones the first column is the greatest if `count` is 1, else any.
-    """
-    return logits.max(-1, keepdim=True) if count == 1 else logits.topk(count)

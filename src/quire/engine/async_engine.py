@@ -125,8 +125,7 @@ class AsyncEngine(Engine):
         # Tokens that were computed of sequences that had ended are not counted.
         items: Sequence[ScheduledSequence] = plan.items
         if not isinstance(items, DecodeItems) or not self.scheduler.sequences.keys() >= set(items.seq_ids):
-            known, branches = self.scheduler.sequences, self.scheduler.drafts.branches.seq_ids
-            items = [item for item in items if item.seq_id in known or item.seq_id in branches]
+            items = [item for item in items if item.seq_id in self.scheduler.sequences]
         if items:
             elapsed_s = self._last_end_s - started_s
             self._stats.computed_tokens += self.step_recorder.record_step(items, elapsed_s, overlaps=overlaps)

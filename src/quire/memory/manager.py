@@ -284,8 +284,8 @@ class KVCacheManager:
         Args:
             seq_id: a live sequence.
             retain: True to evict its published blocks after all blocks that are not retained, within `retention_limit`.
-            is_sound: False for a rejected alternative draft, whose tokens no later turn continues, and where requested
-                block copies may not have been made.
+            is_sound: False where no later turn continues the tokens, and where requested block copies may not have been
+                made.
         """
         state = self.sequences.pop(seq_id)
         self.tables.version += 1

@@ -23,8 +23,7 @@ class SequenceEdits:
 
     Args:
         registry: unfinished requests and sequences.
-        drafts: slots of drafts, which a `Truncate` commits; holds the drafter, which forgets ended sequences, and the
-            branches, which end with their sequence.
+        drafts: slots of drafts, which a `Truncate` commits; holds the drafter, which forgets ended sequences.
     """
 
     __slots__ = ("_drafts", "_registry")
@@ -103,6 +102,5 @@ class SequenceEdits:
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         self._registry.end(sequence, reason, stop_reason)
-        self._drafts.branches.close_of(sequence)
         if self._drafts.drafter is not None:
             self._drafts.drafter.forget(sequence)

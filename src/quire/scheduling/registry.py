@@ -74,11 +74,6 @@ class SequenceRegistry:
         sequence.stop_reason = stop_reason
         del self.sequences[sequence.seq_id]
 
-    def take_id(self) -> int:
-        """Return an unused sequence id."""
-        self._next_seq_id += 1
-        return self._next_seq_id - 1
-
     def _begin(self, request: Request) -> None:
         if request.params.beam_width is not None:
             request.search = BeamSearch()
@@ -86,7 +81,8 @@ class SequenceRegistry:
 
     def _open(self, request: Request, sample_idx: int, tokens: list[int], parent: Sequence | None = None) -> Sequence:
         """Create a sequence, forked from the parent where one is given."""
-        seq_id = self.take_id()
+        seq_id = self._next_seq_id
+        self._next_seq_id += 1
         if parent is None:
             chain = self._memory.chain(tokens, request.namespace, [media.span for media in request.media])
         else:

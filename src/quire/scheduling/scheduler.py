@@ -84,7 +84,7 @@ class Scheduler:
         self._queues = Queues()
         order = Order(policy, priority_aging)
         self._registry = SequenceRegistry(memory, self._queues, order)
-        self.drafts = DraftSlots(memory, drafter, self.stats, self._queues, self._registry.take_id, max_num_seqs)
+        self.drafts = DraftSlots(memory, drafter, self.stats, self._queues)
         self._edits = SequenceEdits(self._registry, self.drafts)
         # References to the same lists and dictionaries, not copies.
         self.waiting, self.running, self.swapped = self._queues.waiting, self._queues.running, self._queues.swapped
@@ -178,8 +178,6 @@ class Scheduler:
         finished_ids = tuple(self._queues.finished_ids)
         self._queues.finished_ids.clear()
         beams = beam_groups_of(scheduled, [item.num_samples for item in items]) if self._registry.num_searches else ()
-        if self.drafts.branches.seq_ids:
-            items += self.drafts.branches.take_items()
         return StepPlan(tick, items, self.memory.take_ops(), finished_ids, beams)
 
     def take_ops(self) -> MemoryOps:
@@ -190,7 +188,7 @@ class Scheduler:
         """Apply the results of a step: publish all items, then fork, append and finish item by item.
 
         Args:
-            items: items of the executed plan; all of them if it has branches.
+            items: items of the executed plan, or some of them.
             results: result of each item.
 
         Returns:
@@ -201,8 +199,6 @@ class Scheduler:
             self.observer.update_from_results(items, results)
         find, computed = self.sequences.get, {}
         sequences = [find(item.seq_id) for item in items]
-        if self.drafts.branches.seq_ids:
-            results = self.drafts.choose_branches(items, tuple(results), sequences)
         for item, sequence in zip(items, sequences, strict=True):
             if sequence is not None and not sequence.draft:
                 computed[item.seq_id] = sequence.num_computed = sequence.num_computed + len(item.token_ids)

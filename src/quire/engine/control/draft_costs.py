@@ -1,4 +1,4 @@
-"""Measures the added duration of a decode step with draft tokens, by further rows per sequence."""
+"""Measures the added duration of a decode step with draft tokens, by drafts per sequence."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ SLOWER_WEIGHT = 0.1
 MAX_RATIO = 2.0
 # Steps from one measurement without drafts to the next: contexts grow.
 BASELINE_INTERVAL = 64
-# Resolution of depths. A depth is the mean number of further rows per sequence of a step: its drafts, and for each
-# branch the last token again.
+# Resolution of depths. A depth is the mean number of drafts per sequence of a step.
 DEPTH_RESOLUTION = 0.25
 
 
@@ -32,15 +31,15 @@ class DraftCosts:
     first of them. A step alone takes the time from its launch to its end, to which other load can only add.
 
     Args:
-        num_rows: largest number of further rows of a sequence in a step.
+        num_tokens: largest number of drafts of a sequence in a step.
 
     Attributes:
         needs_baseline: True where the next step should have no drafts, so that the baseline is measured.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_tokens: int) -> None:
         self.needs_baseline = False
-        self._num_rows = num_rows
+        self._num_tokens = num_tokens
         self._baseline_s: dict[int, float] = {}
         # By the bit length of S: the measured depths in ascending order, and the added cost of each, relative to the
         # baseline.
@@ -53,7 +52,7 @@ class DraftCosts:
 
         Args:
             num_seqs: sequences of the step.
-            num_drafts: further rows of all sequences together.
+            num_drafts: drafts of all sequences together.
             elapsed_s: duration in seconds; None where the step overlapped another.
         """
         baseline_s = self._baseline_s.get(num_seqs)
@@ -68,8 +67,8 @@ class DraftCosts:
         self.needs_baseline = self._num_since_baseline >= BASELINE_INTERVAL or num_seqs not in self._baseline_s
 
     def by_depth(self, num_seqs: int) -> Sequence[float]:
-        """Return the predicted duration with 0, 1, 2, ... further rows per sequence, relative to a step without."""
-        return [1.0 + self._added_at(num_seqs.bit_length(), float(depth)) for depth in range(self._num_rows + 1)]
+        """Return the predicted duration with 0, 1, 2, ... drafts per sequence, relative to a step without."""
+        return [1.0 + self._added_at(num_seqs.bit_length(), float(depth)) for depth in range(self._num_tokens + 1)]
 
     def _record_added(self, num_seqs: int, depth: float, added: float) -> None:
         """Record the added cost of drafts, relative to the baseline."""

@@ -69,8 +69,7 @@ class StepRecorder:
         counts = [1] * len(items) if is_decode else [len(item.token_ids) - item.num_draft for item in items]
         num_tokens = sum(counts)
         if num_tokens == len(items):
-            num_branches = branches.count(items) if (branches := self._scheduler.drafts.branches).seq_ids else 0
-            self._record_decode(len(items) - num_branches, num_drafts + num_branches, None if overlaps else elapsed_s)
+            self._record_decode(len(items), num_drafts, None if overlaps else elapsed_s)
         self.record_prefill(num_tokens, len(items), elapsed_s)
         if self._chunk_size is not None:
             num_decoding = counts.count(1)

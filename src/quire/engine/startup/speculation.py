@@ -16,7 +16,7 @@ from quire.models.loading.weights import load_weights
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.mtp import MTPHead
 from quire.models.specs.sharding import Share, shard_spec, share_of, splits_of
-from quire.sequences.decoding.drafting import BranchingDrafter, ModelDrafter
+from quire.sequences.decoding.drafting import Drafter, ModelDrafter
 from quire.sequences.decoding.lookup import PromptLookup
 from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.decoding.suffixes import SuffixDrafter
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
     """Return the drafter of speculative decoding; None without a method."""
-    source: BranchingDrafter
+    source: Drafter
     match config.speculative_method:
         case "ngram":
             source = PromptLookup(config.lookup_min, config.lookup_max)
@@ -37,7 +37,7 @@ def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
             source = ModelDrafter()
         case _:
             return None
-    return AdaptiveDrafter(source, config.num_tokens, config.num_branches)
+    return AdaptiveDrafter(source, config.num_tokens)
 
 
 def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) -> Checkpoint | None:
@@ -107,7 +107,6 @@ def load_draft(
         logger.info("draft model: whole on every rank, as its heads or columns cannot be divided among %d", ranks.size)
         draft = load(guide)
         draft.replicas = ranks.group
-    draft.num_draft_choices = config.speculative.num_branches
     return guide, draft
 
 
@@ -132,5 +131,4 @@ def _load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: Decoder
     head = MTPHead(target, spec)
     _, weight_map = build(without_quantization(checkpoint.config))
     load_weights(checkpoint, weight_map, head, splits)
-    head.num_draft_choices = config.speculative.num_branches
     return head

@@ -18,13 +18,12 @@ from quire.scheduling.plan import ScheduledSequence
 class DraftLadder(GraphLadder):
     """The captured passes of a draft model over its KV memory; see `GraphLadder` for its arguments.
 
-    A pass returns the likeliest next tokens of each row, in place of logits.
+    A pass returns the likeliest next token of each row, in place of logits.
     """
 
     def _make_outputs(self, num_rows: int) -> Tensor:
-        """See `GraphLadder`: the likeliest tokens, int64 [n, C]."""
-        shape = num_rows, self._decoder.num_draft_choices
-        return torch.zeros(shape, dtype=torch.int64, device=self._decoder.device)
+        """See `GraphLadder`: the likeliest tokens, int64 [n]."""
+        return torch.zeros(num_rows, dtype=torch.int64, device=self._decoder.device)
 
     def _run_model(
         self,
@@ -80,7 +79,7 @@ class MTPLadder(DraftLadder):
 
         Returns:
             Normed hidden states of the head [n, E], in static memory that the next pass overwrites; and the likeliest
-            next tokens [n, C].
+            next tokens [n].
         """
         count = len(items)
         if hidden.data_ptr() != self._hidden.data_ptr():

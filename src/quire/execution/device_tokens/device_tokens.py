@@ -80,21 +80,7 @@ class DeviceDrafts:
 
 def num_wanted(items: Sequence[ScheduledSequence]) -> list[int]:
     """Return the number of drafts of each item that the data plane has to make."""
-    return [item.num_draft if item.num_draft and item.token_ids[-1] <= UNKNOWN else 0 for item in items]
-
-
-def choose_first(token_ids: Tensor, items: Sequence[ScheduledSequence], wanted: Sequence[int]) -> Tensor:
-    """Return the first draft of each item that wants drafts, int64 [n] on the device.
-
-    Args:
-        token_ids: likeliest tokens for these n items, the likeliest first, int64 [n, C].
-        items: items of the step.
-        wanted: see `num_wanted`.
-    """
-    ranks = [UNKNOWN - item.token_ids[-count] for item, count in zip(items, wanted, strict=True) if count]
-    if not any(ranks):
-        return token_ids[:, 0]
-    return token_ids.gather(1, placed(vector(ranks), token_ids.device)[:, None])[:, 0]
+    return [item.num_draft if item.num_draft and item.token_ids[-1] == UNKNOWN else 0 for item in items]
 
 
 class DraftingBatchBuilder(BatchBuilder):

@@ -14,7 +14,6 @@ from quire.execution.device_tokens.device_tokens import (
     DeviceDrafts,
     DeviceTokens,
     DraftingBatchBuilder,
-    choose_first,
     num_wanted,
 )
 from quire.execution.step.batch import end_rows
@@ -37,8 +36,6 @@ class DraftModel:
      pass 1   draft 1, of the sequences that want drafts               -> draft 2
      ...      draft k                                                  -> nothing
     ```
-
-    The first draft of a branch is not the likeliest token but the second likeliest, and so on.
 
     Ranks that share the target make the same drafts: all of them run this. The host launches all passes, and then the
     target, before it knows a draft.
@@ -75,8 +72,6 @@ class DraftModel:
         token_ids = self._run(certain, [count > 0 for count in wanted])
         live = [idx for idx, count in enumerate(wanted) if count]
         passes: list[tuple[Sequence[int], Tensor]] = []
-        if live:
-            token_ids = choose_first(token_ids, items, wanted)
         while live:
             passes.append((live, token_ids))
             depth = len(passes)
@@ -88,12 +83,12 @@ class DraftModel:
             ]
             goes_on = [depth < wanted[idx] for idx in live]
             self._builder.known = DeviceTokens(token_ids)
-            token_ids = self._run(step, goes_on)[:, 0]
+            token_ids = self._run(step, goes_on)
             live = list(compress(live, goes_on))
         return self._builder.take_drafts(items, passes)
 
     def _run(self, items: Sequence[ScheduledSequence], is_read: Sequence[bool]) -> Tensor:
-        """Store keys and values of tokens; return the likeliest tokens after each item that is read, int64 [n, C]."""
+        """Store keys and values of tokens; return the likeliest token after each item that is read, int64 [n]."""
         ladder, found = self.ladder, None if self.ladder is None else few_rows_of(items)
         if ladder is not None and found is not None and ladder.takes(found[0]):
             rows, counts = found
@@ -103,7 +98,7 @@ class DraftModel:
         batch = self._builder.lay_out(items, self._groups)
         read = self._builder.lay_out_ends(items, is_read, self._groups)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, output_rows=read)
-        return self._decoder.draft_tokens(hidden) if any(is_read) else torch.empty(0, 1, dtype=torch.int64)
+        return self._decoder.draft_tokens(hidden) if any(is_read) else torch.empty(0, dtype=torch.int64)
 
 
 def with_drafts(

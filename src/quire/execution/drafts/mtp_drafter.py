@@ -13,7 +13,6 @@ from quire.execution.device_tokens.device_tokens import (
     DeviceDrafts,
     DeviceTokens,
     DraftingBatchBuilder,
-    choose_first,
     num_wanted,
 )
 from quire.execution.step.kv_storage import StateStorage, Storage
@@ -75,8 +74,7 @@ class MTPDrafter:
                 item, last = items[idx], len(items[idx].token_ids) - wanted[idx] - 1
                 token_ids = (UNKNOWN,) if depth else (item.token_ids[last],)
                 step.append(item._replace(start=item.start + last + depth, token_ids=token_ids))
-            hidden, likeliest = self._run(step, self._last_hidden(step) if hidden is None else hidden)
-            drafted = likeliest[:, 0] if depth else choose_first(likeliest, items, wanted)
+            hidden, drafted = self._run(step, self._last_hidden(step) if hidden is None else hidden)
             passes.append((live, drafted))
             kept = [row for row, idx in enumerate(live) if depth + 1 < wanted[idx]]
             if 0 < len(kept) < len(live):
@@ -94,7 +92,7 @@ class MTPDrafter:
             hidden: [n, E], normed hidden state of the token before each.
 
         Returns:
-            Normed hidden states of the head [n, E], which the next pass may overwrite, and the likeliest tokens [n, C].
+            Normed hidden states of the head [n, E], which the next pass may overwrite, and the likeliest tokens [n].
         """
         ladder = self.ladder
         if ladder is not None and ladder.takes(items):

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.distributed.rank_group import RankGroup, greatest
+from quire.distributed.rank_group import RankGroup
 from quire.models.modules.blocks import OutputRows
 from quire.models.modules.embedding import RowsOfRanks, TokenEmbedding
 from quire.models.modules.layer_stack import LayerStack
@@ -42,7 +42,6 @@ class Decoder:
         step_adapters: adapters of the present step's rows, for layers that may have adapters.
         merged_adapter: digest of the adapter that is merged into the weights; None for none.
         replicas: ranks of which each has the whole model, to make drafts; None for others.
-        num_draft_choices: C, the number of likeliest tokens that a draft pass returns.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class Decoder:
             slots |= nested(head=self._head.slots)
         self.merged_adapter: str | None = None
         self.replicas: RankGroup | None = None
-        self.num_draft_choices = 1
         self.weights = WeightTable(slots, dtype, device, self._fuse)
 
     @property
@@ -182,10 +180,10 @@ class Decoder:
         return None if self._ranks is None else self._ranks.likeliest(hidden, self._own_logits, self._widths)
 
     def draft_tokens(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest tokens [R, C] after each row of `hidden` [R, E], the same on every rank; all call it."""
+        """Return the likeliest token [R] after each row of `hidden` [R, E], the same on every rank; all call it."""
         if self._ranks is not None:
-            return self._ranks.agreed_likeliest(self._own_logits(hidden), self._widths, self.num_draft_choices)
-        tokens = greatest(self.logits(hidden), self.num_draft_choices)[1]
+            return self._ranks.agreed_likeliest(self._own_logits(hidden), self._widths)
+        tokens = self.logits(hidden).argmax(-1)
         # Processors of hosts may round otherwise, and what ranks compute next must be the same.
         return tokens if self.replicas is None else self.replicas.of_first(tokens)
 

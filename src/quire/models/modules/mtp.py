@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.distributed.rank_group import greatest
 from quire.models.modules.blocks import OutputRows
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.norms import Norm
@@ -90,9 +89,8 @@ class MTPHead(Decoder):
         return self._norm(x) if len(x) else x
 
     def predict(self, normed: Tensor) -> Tensor:
-        """Return the likeliest tokens [R, C] after each normed hidden state [R, E] of the head; ranks get the same."""
+        """Return the likeliest token [R] after each normed hidden state [R, E] of the head; ranks get the same."""
         logits, ranks = self._head.run(normed), self._ranks
-        count = self.num_draft_choices
         if ranks is not None:
-            return ranks.agreed_likeliest(logits.float(), self._widths, count)
-        return greatest(logits, count)[1]
+            return ranks.agreed_likeliest(logits.float(), self._widths)
+        return logits.argmax(-1)

@@ -7,8 +7,7 @@ from typing import Protocol
 
 from quire.sequences.sequence import Sequence
 
-# Placeholder of a draft that the data plane computes with a draft model. The first draft of branch 1 has `UNKNOWN - 1`
-# in place of it, for the second likeliest token, and so on.
+# Placeholder of a draft that the data plane computes with a draft model.
 UNKNOWN = -1
 
 
@@ -33,30 +32,12 @@ class Drafter(Protocol):
         """Discard the outputs of sequences that have ended."""
 
 
-class BranchingDrafter(Drafter, Protocol):
-    """Proposes several drafts of a sequence."""
-
-    def propose_branches(self, sequence: Sequence, draft: Seq[int], limit: int, count: int) -> Seq[Seq[int]]:
-        """Return other drafts of a sequence, the best first; their first tokens differ from each other's.
-
-        Args:
-            sequence: sequence for whose tokens `propose` has returned `draft`.
-            draft: draft whose first token none of the others has.
-            limit: maximum number of tokens of each, at least 1.
-            count: maximum number of drafts to return, at least 1.
-        """
-
-
 class ModelDrafter:
     """Drafter of a draft model, which runs in the data plane: only the number of drafts is decided here."""
 
     def propose(self, sequence: Sequence, limit: int) -> Seq[int]:  # noqa: ARG002
         """See `Drafter`."""
         return (UNKNOWN,) * limit
-
-    def propose_branches(self, sequence: Sequence, draft: Seq[int], limit: int, count: int) -> Seq[Seq[int]]:  # noqa: ARG002
-        """See `BranchingDrafter`."""
-        return [(UNKNOWN - rank,) + (UNKNOWN,) * (limit - 1) for rank in range(1, count + 1)]
 
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Do nothing: there is no state."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
-from operator import itemgetter
 
 from quire.sequences.sequence import Sequence
 
@@ -67,26 +66,6 @@ class NgramIndex:
             position = self._previous[position]
         return (best_position, best) if best_position else (0, 0)
 
-    def find_others(self, draft: Seq[int]) -> list[tuple[int, int]]:
-        """Return positions after earlier matches that other tokens follow than the first of `draft`, and their lengths.
-
-        Each is followed by a token of its own, and has the longest match of those that are: the latest of equals. The
-        longest match comes first.
-        """
-        tokens, num_tokens = self._tokens, len(self._tokens)
-        best: dict[int, tuple[int, int]] = {}
-        position = self._heads[self._slot(num_tokens)] if num_tokens > self._shortest else 0
-        for _ in range(MAX_TRIES):
-            if not position:
-                break
-            token = tokens[position]
-            if token != draft[0]:
-                length = self._match(position, num_tokens)
-                if length >= self._shortest and length > best.get(token, (0, 0))[1]:
-                    best[token] = position, length
-            position = self._previous[position]
-        return sorted(best.values(), key=itemgetter(1), reverse=True)
-
     def continuation(self, position: int, limit: int) -> list[int]:
         """Return `limit` tokens from a position on; past the end of the list they repeat with its period."""
         draft = self._tokens[position : position + limit]
@@ -145,11 +124,6 @@ class PromptLookup:
             index = self._indices[sequence.seq_id] = NgramIndex(sequence.tokens, self._shortest, self._longest)
         position, _ = index.find()
         return index.continuation(position, limit) if position else ()
-
-    def propose_branches(self, sequence: Sequence, draft: Seq[int], limit: int, count: int) -> Seq[Seq[int]]:
-        """See `BranchingDrafter`."""
-        index = self._indices[sequence.seq_id]
-        return [index.continuation(position, limit) for position, _ in index.find_others(draft)[:count]]
 
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Do nothing: earlier results are not used."""

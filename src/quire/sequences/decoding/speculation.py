@@ -5,10 +5,6 @@ after all drafts before it were. The engine measures how much longer such a step
 `k` has the greatest quotient of tokens and time; 0 where no quotient is above 1. Then a draft is tried now and then,
 and after a wrong one the sequence rests, for a number of tokens that is known.
 
-A *branch* is another draft of the same sequence, for the case that the first token of the first draft is wrong. It is
-verified as a fork of the sequence, which computes the last token again, so it has one row more than tokens. There are
-branches where they improve the quotient.
-
 Outputs do not depend on drafts. So a drafter that raises is disabled, and sequences go on without drafts.
 """
 
@@ -16,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
-from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -36,8 +31,6 @@ OVERALL_MEMORY = 0.98
 PRIOR_DRAFTS = 2.0
 # Tokens until a draft is tried again where none pay; doubled after each rejected one.
 FIRST_PAUSE = 16
-# Initial acceptance rate of a branch's first token, after the first tokens of all drafts before it were wrong.
-FIRST_BRANCH_RATE = 0.5
 LONGEST_PAUSE = 256
 
 
@@ -63,11 +56,6 @@ class AcceptanceRate:
         self.num_right = self.num_right * decay + num_right
         self.num_wrong = self.num_wrong * decay + num_wrong
 
-    def fade(self) -> None:
-        """Reduce the weight of all results, as a draft would that was neither accepted nor rejected."""
-        self.num_right *= self.memory
-        self.num_wrong *= self.memory
-
     def share(self, prior: float, weight: float) -> float:
         """Return the rate, smoothed with `weight` more drafts of which the share `prior` was accepted."""
         return (self.num_right + prior * weight) / (self.num_right + self.num_wrong + weight)
@@ -91,26 +79,22 @@ class AdaptiveDrafter:
     Args:
         source: drafter that proposes the tokens.
         num_tokens: maximum number of tokens of a draft.
-        num_branches: maximum number of drafts of a sequence in a step.
 
     Attributes:
-        step_costs: relative times of a step in which every running sequence has 0, 1, 2, ... further rows; the first is
-            1.
+        step_costs: relative times of a step in which every running sequence has 0, 1, 2, ... drafts; the first is 1.
         is_measuring: True while no sequence gets drafts, so that a step without them can be measured.
         is_model: True where the data plane makes the drafts.
     """
 
-    def __init__(self, source: Drafter, num_tokens: int, num_branches: int = 1) -> None:
+    def __init__(self, source: Drafter, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.num_branches = num_branches
-        self.step_costs: Seq[float] = [1.0 + FIRST_ROW_COST * k for k in range((num_tokens + 1) * num_branches)]
+        self.step_costs: Seq[float] = [1.0 + FIRST_ROW_COST * k for k in range(num_tokens + 1)]
         self.is_measuring = False
         self.is_model = isinstance(source, ModelDrafter)
         self._source: Drafter | None = source
         self._records: dict[int, _Record] = {}
         # The initial rate is high enough for drafts to be tried.
         self._overall = AcceptanceRate(OVERALL_MEMORY, 1.0, 1.0)
-        self._branch_rates = [AcceptanceRate(OVERALL_MEMORY) for _ in range(num_branches - 1)]
 
     def propose(self, sequence: Sequence, limit: int) -> Seq[int]:
         """See `Drafter`."""
@@ -121,42 +105,14 @@ class AdaptiveDrafter:
             record = self._records[sequence.seq_id] = _Record()
         if len(sequence.tokens) < record.resumes_at:
             return ()
-        depth = best_depth(self._share_of(record), self.step_costs[: self.num_tokens + 1])
+        depth = best_depth(self._share_of(record), self.step_costs)
         record.is_probing = depth == 0
         limit = min(limit, max(depth, 1))
         return tuple(self._call("propose", sequence, limit) or ())[:limit]
 
-    def propose_branches(self, sequence: Sequence, draft: Seq[int], limit: int) -> list[tuple[int, ...]]:
-        """Return other drafts of a sequence, as many and as long as pay; see `BranchingDrafter`."""
-        record = self._records.get(sequence.seq_id)
-        if self.num_branches == 1 or self._source is None or record is None or record.is_probing:
-            return []
-        rates = [rate.share(FIRST_BRANCH_RATE, PRIOR_DRAFTS) for rate in self._branch_rates]
-        lengths = branch_lengths(self._share_of(record), rates, len(draft), self.step_costs)
-        for rate in self._branch_rates[len(lengths) :]:
-            # Not tried: the estimate returns to the initial one, with which a branch is tried again.
-            rate.fade()
-        if not lengths:
-            return []
-        found = self._call("propose_branches", sequence, draft, min(limit, max(lengths)), len(lengths)) or ()
-        return [tuple(other[:length]) for other, length in zip(found, lengths, strict=False)]
-
     def _share_of(self, record: _Record) -> float:
         """Return the estimated acceptance rate of a sequence's drafts."""
         return record.acceptance.share(self._overall.share(0.0, 0.0), PRIOR_DRAFTS)
-
-    def record_branches(self, num_wrong: int, *, is_right: bool) -> None:
-        """Record the branches of a sequence whose first draft was wrong from its first token on.
-
-        Args:
-            num_wrong: number of leading branches that were wrong from their first tokens on.
-            is_right: whether the first token of the branch after them was right; False also where there is none.
-        """
-        for idx, rate in enumerate(self._branch_rates):
-            if idx < num_wrong:
-                rate.add(0, 1)
-            elif idx == num_wrong and is_right:
-                rate.add(1, 0)
 
     def resumes_at(self, sequence: Sequence) -> float:
         """Return the number of tokens below which a sequence gets no drafts, whatever its tokens are."""
@@ -220,30 +176,3 @@ def best_depth(share: float, step_costs: Seq[float]) -> int:
         if expected > most * step_costs[depth]:
             best, most = depth, expected / step_costs[depth]
     return best
-
-
-def branch_lengths(share: float, branch_shares: Seq[float], depth: int, step_costs: Seq[float]) -> list[int]:
-    """Return the lengths of the branches with which a step has the most expected tokens per cost.
-
-    Args:
-        share: see `best_depth`.
-        branch_shares: probability of each possible branch that its first token is right, given that the first tokens
-            of all drafts before it are wrong.
-        depth: number of tokens of the first draft.
-        step_costs: see `AdaptiveDrafter`.
-    """
-    # Expected tokens of the leading n tokens of a draft whose first token is right: 1 + a + ... + a^(n - 1).
-    gains = list(accumulate((share**idx for idx in range(depth + 1)), initial=0.0))
-    expected, num_rows, missed, lengths = gains[depth + 1], depth, 1.0 - share, list[int]()
-    for right in branch_shares:
-        present = expected / step_costs[num_rows]
-        most = min(depth, len(step_costs) - num_rows - 2)
-        ratios = [(expected + missed * right * gains[n]) / step_costs[num_rows + 1 + n] for n in range(1, most + 1)]
-        if not ratios or max(ratios) <= MARGIN * present:
-            break
-        length = ratios.index(max(ratios)) + 1
-        lengths.append(length)
-        expected += missed * right * gains[length]
-        num_rows += 1 + length
-        missed *= 1.0 - right
-    return lengths

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from operator import itemgetter
 
 from quire.memory.prefix.token_chain import Namespace
 from quire.sequences.decoding.automaton import ROOT, SuffixAutomaton
@@ -129,22 +128,6 @@ class SuffixDrafter:
                     draft, best = found, length
         reader.matches, reader.end = matches, len(tokens)
         return draft
-
-    def propose_branches(self, sequence: Sequence, draft: Seq[int], limit: int, count: int) -> Seq[Seq[int]]:
-        """See `BranchingDrafter`: of each segment, and of the sequence itself, what follows the longest match."""
-        reader = self._readers[sequence.seq_id]
-        index = reader.index
-        found = [(length, index.continuation(position, limit)) for position, length in index.find_others(draft)]
-        for number, segment in self._history.segments(sequence.request.namespace):
-            state, length = reader.matches.get(number, (ROOT, 0))
-            if length >= self._shortest:
-                found.append((length, segment.continuation(segment.settle(state, length), limit)))
-        found.sort(key=itemgetter(0), reverse=True)
-        branches: dict[int, Seq[int]] = {}
-        for _, other in found:
-            if other and other[0] != draft[0]:
-                branches.setdefault(other[0], other)
-        return list(branches.values())[:count]
 
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Do nothing: earlier results are not used."""

@@ -154,19 +154,16 @@ class SimulatedExecutor:
     def _fill_drafts(self, item: ScheduledSequence) -> ScheduledSequence:
         """Return the item with drafts in place of placeholders.
 
-        The likeliest token is right, except where the context length is 3 k: then the second likeliest is.
+        A draft is right, except where the context length is 3 k.
         """
-        if not item.num_draft or item.token_ids[-1] > UNKNOWN:
+        if not item.num_draft or item.token_ids[-1] != UNKNOWN:
             return item
         sequence = self._open[item.seq_id]
         token_ids = list(item.token_ids[: len(item.token_ids) - item.num_draft])
         while len(token_ids) < len(item.token_ids):
             context = [*sequence.tokens[: item.start], *token_ids]
             draft = self._next_token(sequence.new_sequence, context, 0)
-            rank = UNKNOWN - item.token_ids[len(token_ids)]
-            if rank < 2 and len(context) % 3 == 0:
-                rank = 1 - rank
-            token_ids.append((draft + rank) % self.vocab_size)
+            token_ids.append((draft + (len(context) % 3 == 0)) % self.vocab_size)
         return item._replace(token_ids=tuple(token_ids))
 
     def _claim(self, slot: tuple[int, int], seq_id: int, written: dict[tuple[int, int], int]) -> None:
