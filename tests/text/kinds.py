@@ -30,6 +30,11 @@ DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN = O200K.replace(f"(?i:{CONTRACTIONS})?", "").replace("{1,3}", "")
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+# Tokenizers of DeepSeek divide a text by several expressions in turn.
+KANA_AND_HAN = "[一-龥\u3040-ゟ゠-ヿ]+"
+DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一\uac00-\ud7ff]+")
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's a dog's life, isn't it? I'LL say so: we've 1234567 reasons!",
     "naïve café déjà vu — “quotes” … 你好、世界 今天天气很好。我们去公园吧!",
@@ -206,7 +211,10 @@ CUT: dict[str, Callable[[], Library]] = {
     "qwen2": lambda: _split(QWEN2, normal=normalizers.NFC()),
     "o200k": lambda: _split(O200K),
     "cl100k": lambda: _split(CL100K),
-    "deepseek": lambda: _split(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", DEEPSEEK),
+    "tekken": lambda: _split(TEKKEN, ignore_merges=True),
+    "qwen3.5": lambda: _split(QWEN35, normal=normalizers.NFC()),
+    "deepseek": lambda: _split(r"\p{N}{1,3}", KANA_AND_HAN, DEEPSEEK),
+    "deepseek coder": lambda: _split(*DEEPSEEK_CODER),
     "digits": lambda: _bpe(
         pre=pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     ),
@@ -222,7 +230,6 @@ CUT: dict[str, Callable[[], Library]] = {
     "metaspace always": lambda: _marked(normal=None, pre=pre_tokenizers.Metaspace(), prefix=True),
     "bert": _bert,
     "unigram": lambda: _unigram(split=True),
-    "spaces in words": lambda: _split(r"[\p{L} ]+|\s+|[^\p{L} ]+"),
     "llama3, framed": _with(llama3, _frame),
     "gpt2, awkward": _with(gpt2, _add_awkward),
     "llama3, awkward and framed": _with(_with(llama3, _add_awkward), _frame),
@@ -246,6 +253,8 @@ WHOLE: dict[str, Callable[[], Library]] = {
     ),
     "dropout": _with(gpt2, lambda library: setattr(library.model, "dropout", 0.5)),
     "look-behind": lambda: _split(r"(?<=a)b|\p{L}+|\s+|."),
+    "spaces in words": lambda: _split(r"[\p{L} ]+|\s+|[^\p{L} ]+"),
+    "an expression is replaced": lambda: _split(LLAMA3, normal=normalizers.Replace(Regex(" {2,}"), " ")),
     "accents stripped": lambda: _split(
         LLAMA3, normal=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
     ),

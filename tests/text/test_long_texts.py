@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
 from quire.errors import CheckpointError, InvalidParameter
+from quire.text.tokenizers.gguf_pre_tokenizers import ROWS
 from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.vocabulary.bounds import growth, least_tokens
 from quire.text.vocabulary.components import model_tokens
 from quire.text.vocabulary.cuts import Cuts
 from quire.text.vocabulary.long_texts import MAX_NORMALIZED_BYTES, MAX_UNCUT_BYTES, PIECE_CHARS, TooManyTokens
-from quire.text.vocabulary.patterns import Pattern, Unsupported
-from tests.text.kinds import CUT, WHOLE, hard_text, kind
+from quire.text.vocabulary.patterns import GPT2, Unsupported, WordEnds
+from tests.text.kinds import (
+    CL100K,
+    CUT,
+    DEEPSEEK,
+    DEEPSEEK_CODER,
+    KANA_AND_HAN,
+    LLAMA3,
+    O200K,
+    QWEN2,
+    QWEN35,
+    TEKKEN,
+    WHOLE,
+    hard_text,
+    kind,
+)
 
 
 def in_pieces(name: str, piece_chars: int = 24) -> Tokenizer:
@@ -143,7 +159,7 @@ def test_texts_have_no_fewer_tokens_than_their_length_shows(name: str) -> None:
     library = kind(name)
     least = least_tokens(library, model_tokens(library))
     assert (least is None) == name.startswith(
-        ("bert", "unigram", "nfkc", "accents", "stripped", "the letter")
+        ("bert", "unigram", "nfkc", "accents", "stripped", "the letter", "an expression")
     ) or "awkward" in name
     if least is None:
         return
@@ -192,23 +208,72 @@ def test_a_text_that_a_normalizer_would_multiply_is_refused() -> None:
         tokenizer.encode("a" * 100)
 
 
-@pytest.mark.parametrize("source", [r".{1,2}+", r"\p{L}{1,2}?x|.", r"(?:ab){1,3}+|.", r" {2,3}+|[^ ]+| "])
-def test_marks_behind_counts_are_read_as_the_library_reads_them(source: str) -> None:
-    library = Library(models.BPE(vocab={char: idx for idx, char in enumerate("abx .")}, merges=[]))
-    library.pre_tokenizer = pre_tokenizers.Split(Regex(source), "isolated")
-    pattern, rng = Pattern(source), random.Random(source)
-    for _ in range(2000):
-        text = "".join(rng.choices("abx .", k=rng.randint(2, 12)))
-        ends = {end for _, (_, end) in library.pre_tokenizer.pre_tokenize_str(text)}
+EXPRESSIONS = {
+    "gpt2": GPT2,
+    "llama3": LLAMA3,
+    "qwen2": QWEN2,
+    "qwen3.5": QWEN35,
+    "o200k": O200K,
+    "tekken": TEKKEN,
+    "cl100k": CL100K,
+    "deepseek": DEEPSEEK,
+    "numbers": r"\p{N}{1,3}",
+    "kana and han": KANA_AND_HAN,
+    "three digits": "[0-9][0-9][0-9]",
+} | dict(zip(("line ends", "letters", "punctuation", "east asian"), DEEPSEEK_CODER, strict=True))
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_words_end_where_a_known_expression_ends_them(name: str) -> None:
+    """On both sides of a cut are the words of the whole text; the library is the twin."""
+    source, rng, ends = EXPRESSIONS[name], random.Random(name), Counter[bool | None]()
+    split, words = pre_tokenizers.Split(Regex(source), "isolated"), WordEnds(source)
+
+    def starts(text: str) -> set[int]:
+        return {start for _, (start, _) in split.pre_tokenize_str(text)}
+
+    for _ in range(60):
+        text = hard_text(rng, 12)
+        found = starts(text)
         for place in range(1, len(text)):
-            if pattern.always_ends(text[place - 1], text[place]) and pattern.can_cut(text[place - 1], text[place]):
-                assert place in ends, (text, place)
+            is_end = words.ends(text[place - 1], text[place])
+            ends[is_end] += 1
+            if is_end is not None:
+                assert is_end <= (place in found), (text, place)
+                sides = starts(text[:place]) | {place + start for start in starts(text[place:])}
+                assert sides - {place} == found - {place}, (text, place)
+    assert ends[None] > 100
+    assert ends[True] + ends[False] > 100
 
 
-@pytest.mark.parametrize("source", [r".{1}+", r"\p{L}{2}?x|.", r"(?:ab){1}+|.", r"a{2}*|."])
-def test_marks_behind_a_single_number_are_not_read(source: str) -> None:
+def test_every_expression_of_gguf_files_is_known_but_one() -> None:
+    unknown = set()
+    for row, (name, *_) in ROWS:
+        for pattern in row.patterns:
+            try:
+                WordEnds(pattern)
+            except Unsupported:
+                unknown.add(name)
+    assert unknown == {"deepseek-llm"}
+
+
+@pytest.mark.parametrize("source", ["", "|", LLAMA3 + "|", LLAMA3 + "|x", r"(?<=a)b|" + LLAMA3, LLAMA3[:-2]])
+def test_an_expression_with_an_unknown_part_is_unknown(source: str) -> None:
     with pytest.raises(Unsupported):
-        Pattern(source)
+        WordEnds(source)
+
+
+@pytest.mark.parametrize("name", ["spaces in words", "look-behind"])
+def test_a_text_for_an_unknown_expression_is_tokenized_whole_within_a_limit(name: str) -> None:
+    tokenizer = Tokenizer(kind(name))
+    lengths = counting(tokenizer)
+    text = "some words, " * (3 * PIECE_CHARS // 12)
+    assert tokenizer.encode(text) == whole(tokenizer, text)
+    assert max(lengths) == len(text)
+    del lengths[:]
+    with pytest.raises(InvalidParameter, match="1048576 bytes in a row that this model's tokenizer cannot divide"):
+        tokenizer.encode("some words, " * (MAX_UNCUT_BYTES // 12 + 1))
+    assert sum(lengths) <= 1, "refused before the library has it"
 
 
 def test_finding_cuts_does_not_slow_down_with_added_tokens() -> None:

@@ -10,9 +10,9 @@ if no step depends on both sides:
 - or it finds the same words except the one with the cut, and no token of the model contains `a` directly before `b`:
   then no merge crosses the cut.
 
-The conditions are proved from the tokenizer's settings for each candidate pair of a text; an unknown step counts as
-dependent on both sides. Since a tokenizer treats the beginning of a text in a special way, each later piece is encoded
-after a lead letter, whose tokens are dropped.
+The conditions follow from the tokenizer's settings for each candidate pair of a text. A tokenizer with an unknown step,
+or an unknown regular expression, has no cuts: its texts are tokenized whole. Since a tokenizer treats the beginning of
+a text in a special way, each later piece is encoded after a lead letter, whose tokens are dropped.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from typing import Any
 import tokenizers
 
 from quire.text.vocabulary.components import added_tokens, byte_alphabet, normalizers, pre_tokenizers, steps
-from quire.text.vocabulary.patterns import Pattern, Unsupported
+from quire.text.vocabulary.patterns import GPT2, Unsupported, WordEnds
 
-# The built-in expression of `ByteLevel`.
-GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # A position after a letter or a digit and before another character, or between a letter and a digit.
 CANDIDATE = re.compile(r"[^\W_](?=\W)|[^\W\d_](?=\d)")
 # Maximum number of pairs that are tried in one part of a text, and characters of a part.
@@ -162,9 +160,6 @@ def _normalizer(step: dict[str, Any]) -> Step:
             return lambda a, b: (a, b)
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return lambda a, b: _replaced(old, new, a, b)
-        case {"type": "Replace", "pattern": {"Regex": source}}:
-            pattern = Pattern(source)
-            return lambda a, b: (a, b) if pattern.can_cut(a, b) and not pattern.can_hold(a, b) else None
         case {"type": "BertNormalizer", "lowercase": lowers}:
             return lambda a, b: _as_bert(a, b, lowers=lowers)
     raise Unsupported(str(step["type"]))
@@ -219,15 +214,17 @@ def _divisions(steps: list[dict[str, Any]]) -> Callable[[str, str], tuple[bool, 
 def _division(step: dict[str, Any], *, is_first: bool) -> Callable[[str, str], tuple[bool, Pair] | None]:
     match step:
         case {"type": "ByteLevel", "add_prefix_space": prefix, "use_regex": divides} if is_first or not prefix:
-            pattern = Pattern(GPT2_WORDS) if divides else None
-            return lambda a, b: _as_bytes(pattern, a, b)
+            words = WordEnds(GPT2) if divides else None
+            return lambda a, b: _as_bytes(words, a, b)
         case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme, "split": divides} if (
             is_first or scheme == "never"
         ):
             return lambda a, b: (divides and b == " ", (a, mark if b == " " else b)) if mark not in (a, b) else None
-        case {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}:
-            wanted = Pattern(pattern["Regex"]) if "Regex" in pattern else Pattern.of_text(pattern["String"])
-            return lambda a, b: _as_split(wanted, behavior, a, b)
+        case {"type": "Split", "pattern": {"Regex": source}, "behavior": behavior, "invert": False}:
+            split = WordEnds(source)
+            return lambda a, b: _as_split(split, behavior, a, b)
+        case {"type": "Split", "pattern": {"String": text}, "behavior": behavior, "invert": False}:
+            return lambda a, b: (False, (a, b)) if behavior in BEHAVIORS and not (a in text and b in text) else None
         # They divide by each character alone.
         case {"type": "Digits" | "Punctuation"}:
             return lambda a, b: (False, (a, b))
@@ -236,14 +233,13 @@ def _division(step: dict[str, Any], *, is_first: bool) -> Callable[[str, str], t
     raise Unsupported(str(step["type"]))
 
 
-def _as_bytes(pattern: Pattern | None, a: str, b: str) -> tuple[bool, Pair] | None:
-    if pattern is not None and not pattern.can_cut(a, b):
-        return None
-    is_divided = pattern is not None and pattern.always_ends(a, b)
-    return is_divided, (BYTES[a.encode()[-1]], BYTES[b.encode()[0]])
+def _as_bytes(words: WordEnds | None, a: str, b: str) -> tuple[bool, Pair] | None:
+    is_divided = words is not None and words.ends(a, b)
+    return None if is_divided is None else (is_divided, (BYTES[a.encode()[-1]], BYTES[b.encode()[0]]))
 
 
-def _as_split(pattern: Pattern, behavior: str, a: str, b: str) -> tuple[bool, Pair] | None:
-    if not pattern.can_cut(a, b) or behavior not in BEHAVIORS:
+def _as_split(words: WordEnds, behavior: str, a: str, b: str) -> tuple[bool, Pair] | None:
+    is_divided = words.ends(a, b)
+    if is_divided is None or behavior not in BEHAVIORS:
         return None
-    return behavior == "Isolated" and pattern.always_ends(a, b), (a, b)
+    return behavior == "Isolated" and is_divided, (a, b)
