@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,39 +78,29 @@ def peak_memory_bytes() -> int:
 
 
 class MachineProbe:
-    """Rates of memory and processors at this moment, measured by small C programs; no rates without a compiler."""
+    """The bandwidth of memory at this moment, measured by a small C program; none without a compiler."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._programs: dict[str, Path | None] = {}
 
     def read_gb_s(self) -> float | None:
         """Return the bandwidth of reading memory in GB/s, or None where it cannot be measured."""
-        return self._run("bandwidth")
-
-    def gflop_s(self) -> float | None:
-        """Return the rate of multiplications and additions in GFLOP/s, or None where it cannot be measured."""
-        return self._run("products")
-
-    def _run(self, name: str) -> float | None:
-        if name not in self._programs:
-            self._programs[name] = self._build(name)
-        program = self._programs[name]
-        if program is None:
+        if self._program is None:
             return None
         time.sleep(0.3)  # threads of the engine that has just finished spin for a while before they sleep
         env = os.environ | {"OMP_NUM_THREADS": str(self._num_threads)}
-        done = subprocess.run([str(program)], capture_output=True, text=True, check=True, env=env)
+        done = subprocess.run([str(self._program)], capture_output=True, text=True, check=True, env=env)
         return float(done.stdout.split()[0])
 
-    @staticmethod
-    def _build(name: str) -> Path | None:
+    @cached_property
+    def _program(self) -> Path | None:
         compiler = shutil.which("gcc") or shutil.which("cc")
         if compiler is None:
             return None
         BUILD.mkdir(parents=True, exist_ok=True)
-        command = [compiler, "-O3", "-march=native", "-fopenmp", "-o", str(BUILD / name), str(HERE / f"{name}.c")]
-        return BUILD / name if subprocess.run(command, check=False).returncode == 0 else None
+        program = BUILD / "bandwidth"
+        command = [compiler, "-O3", "-march=native", "-fopenmp", "-o", str(program), str(HERE / "bandwidth.c")]
+        return program if subprocess.run(command, check=False).returncode == 0 else None
 
 
 def save(name: str, figures: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""The cost of a checkpoint's shape: bytes of weights and of KV, and operations."""
+"""The bytes of a checkpoint's shape: of its weights, its KV and its decode steps."""
 
 from __future__ import annotations
 
@@ -11,26 +11,23 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class CheckpointShape(NamedTuple):
-    """The sizes that bytes and operations follow from.
+    """The sizes that bytes follow from.
 
     Args:
-        num_layers, num_heads, num_kv_heads, head_dim: dimensions of attention.
+        num_layers, num_kv_heads, head_dim: dimensions of attention.
         num_linear: parameters of the layers' matrices.
         num_head: parameters of the output head.
         num_other: parameters of norms, and of an embedding that is not the head.
         is_tied: the head is the embedding.
-        width: width of a hidden state.
     """
 
     num_layers: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
     num_linear: int
     num_head: int
     num_other: int
     is_tied: bool
-    width: int
 
     @classmethod
     def read(cls, model: Path) -> CheckpointShape:
@@ -44,14 +41,12 @@ class CheckpointShape(NamedTuple):
         linear = sum(sizes[name] for name in matrices - {HEAD, EMBEDDING})
         return cls(
             num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config["head_dim"],
             num_linear=linear,
             num_head=sizes[head],
             num_other=sum(sizes.values()) - linear - sizes[head],
             is_tied=head == EMBEDDING,
-            width=config["hidden_size"],
         )
 
     def kv_token_bytes(self, value_bytes: int = 2) -> int:
@@ -75,16 +70,3 @@ class CheckpointShape(NamedTuple):
             num_seqs: sequences of the step.
         """
         return 2 * (self.num_linear + self.num_head) + num_seqs * num_context * self.kv_token_bytes()
-
-    def step_operations(self, num_context: float, num_seqs: int = 1) -> float:
-        """Return the multiplications and additions of a decode step of some sequences."""
-        attention = 2 * self.num_layers * self.num_heads * self.head_dim * num_context
-        return 2 * num_seqs * (self.num_linear + self.num_head + attention)
-
-    def prompt_operations(self, num_tokens: int) -> float:
-        """Return the same of a prompt: of its tokens but the last, the last layer only makes keys and values."""
-        whole = self.step_operations(num_tokens / 2, num_tokens)
-        keys_and_values = 2 * self.num_kv_heads * self.head_dim * self.width
-        unread = self.num_linear / self.num_layers - keys_and_values + self.num_head
-        attention = self.num_heads * self.head_dim * num_tokens
-        return whole - 2 * (num_tokens - 1) * (unread + attention)

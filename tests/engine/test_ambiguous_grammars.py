@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
-from benchmarks.grammar_delay import AMBIGUOUS
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.text.structured.grammar_state import TOO_SLOW
 
 END_IDS = (1, 5)  # of the bundled model
+AMBIGUOUS = 'start: e\ne: e e | "a" | "b" | "c" | " " e | e " "'
 
 
 def test_its_request_ends_and_others_get_their_tokens() -> None:
