@@ -15,7 +15,7 @@ from tools.trace_step import Totals, TracedCall, trace_step
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"\| \w+ \| `(?P<path>[\w/]+\.py)` \| `(?P<function>[\w.]+)` \|")
 # Files, lines of code, changes of file; with some slack, to be lowered when code goes. At the time of writing: 18,
-# 2,182 and 42; 26, 3,011 and 62; 27, 3,191 and 103; 56, 6,103 and 204; for a chat 124 and 12,994.
+# 2,177 and 42; 26, 3,006 and 62; 27, 3,205 and 103; 56, 6,146 and 204; for a chat 124 and 12,954.
 LIMITS = {
     "greedy": (19, 2_300, 45),
     "sampled": (28, 3_150, 66),
