@@ -48,7 +48,7 @@ from quire import LLM, SamplingParams
 with LLM("bundled", kv_cache_memory_bytes="16MiB") as llm:
     (output,) = llm.chat([{"role": "user", "content": "Who are you?"}], SamplingParams(temperature=0, max_tokens=24))
     print(output.outputs[0].text)
-from quire.server.listener import read_max_connections
+from quire.server.http.listener import read_max_connections
 print(read_max_connections(None))
 """
 

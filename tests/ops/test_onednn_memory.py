@@ -14,7 +14,7 @@ from quire.ops.pytorch.torch_ops import packing_works
 # Resident MiB that products of 1,000 different numbers of rows leave behind.
 PROGRAM = """
 import torch
-from quire.ops.torch_ops import PackedLinear
+from quire.ops.pytorch.torch_ops import PackedLinear
 
 def resident():
     with open("/proc/self/status") as status:
