@@ -20,11 +20,10 @@ import http.client
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import groupby, pairwise
@@ -34,12 +33,16 @@ from typing import Any, NamedTuple
 
 import quire
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
 from quire.scheduling.scheduler import Scheduler
+from quire.server.http.address import bind_server
+from quire.server.settings import ServerConfig
 from tools.count_lines import count
 
 PACKAGE = Path(quire.__file__).resolve().parent
 CONTROL_PLANE = ("memory", "scheduling", "sequences")
 BLOCK_SIZE = 16
+# The kinds, with what a request of each asks for.
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "top_p": 0.9, "seed": 1},
@@ -139,12 +142,13 @@ def trace_step(num_requests: int, kind: str = "greedy") -> list[TracedCall]:
 
 def trace_chat() -> list[TracedCall]:
     """Return the calls of a streamed chat over HTTP, in a server of this process; the second one that it answers."""
-    from quire.cli.main import main as command
+    from quire.server.lifecycle import serve
 
     trace = Trace()
     failures: list[BaseException] = []
     body = {"messages": [{"role": "user", "content": "Tell me a story."}], "stream": True, "temperature": 0}
-    port = _free_port()
+    listener = bind_server(ServerConfig(port=0))
+    port = listener.getsockname()[1]
 
     def ask() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -172,16 +176,10 @@ def trace_chat() -> list[TracedCall]:
 
     with trace.installed():
         threading.Thread(target=run_client, daemon=True).start()
-        command(["serve", "bundled", "--port", str(port), "--api-server-count", "0", "--num-threads", "1"])
+        serve(EngineConfig.from_options(model="bundled", num_threads=1), ServerConfig(), listener)
     if failures:
         raise failures[0]
     return trace.calls
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _wait_for(port: int) -> None:
@@ -197,10 +195,9 @@ def _wait_for(port: int) -> None:
     raise TimeoutError(f"no server at port {port}")
 
 
-TRACERS: Mapping[str, Callable[[], list[TracedCall]]] = {
-    kind: trace_chat if kind == "chat" else (lambda kind=kind: trace_step(1, kind))  # type: ignore[misc]
-    for kind in KINDS
-}
+def trace(kind: str) -> list[TracedCall]:
+    """Return the calls of one of `KINDS`, of one request."""
+    return trace_chat() if kind == "chat" else trace_step(1, kind)
 
 
 @cache
@@ -248,10 +245,10 @@ def _shown(kind: str, totals: Totals) -> str:
 def main(kind: str = "greedy", form: str = "files") -> int:
     """Print the walk and its counts, or with the form "calls" each call with its thread."""
     if kind == "all":
-        for name, tracer in TRACERS.items():
-            print(_shown(name, Totals.of(tracer())))
+        for name in KINDS:
+            print(_shown(name, Totals.of(trace(name))))
         return 0
-    calls = TRACERS[kind]()
+    calls = trace(kind)
     if form == "calls":
         for call in calls:
             print("call", call.path, call.function, call.thread)

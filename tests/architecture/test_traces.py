@@ -1,4 +1,4 @@
-"""What users run stays short: files and lines of code of steps and of a streamed chat, and the page on the chat."""
+"""What users run stays short: files and lines of code of steps and of a streamed chat, and the pages on both."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from quire.ops.cpu.native_library import find_library
-from tools.trace_step import Totals, TracedCall, trace_step
+from tools.trace_step import Totals, TracedCall, count_changes, trace_step
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = re.compile(r"\| \w+ \| `(?P<path>[\w/]+\.py)` \| `(?P<function>[\w.]+)` \|")
+DOCS, STEP, REQUEST = ROOT / "docs", "life-of-a-step.md", "life-of-a-request.md"
+ROW = re.compile(r"\| (?:\w+ \| )?`(?P<path>[\w/]+\.py)` \| `(?P<function>[\w.]+)` \|")
 # Files, lines of code, changes of file; with some slack, to be lowered when code goes. At the time of writing: 18,
 # 2,177 and 42; 26, 3,006 and 62; 27, 3,205 and 103; 56, 6,146 and 204; for a chat 124 and 12,954.
 LIMITS = {
@@ -23,12 +24,16 @@ LIMITS = {
     "prompt": (59, 6_400, 215),
 }
 CHAT_LIMITS = 131, 13_600
+# Changes of file in the control plane, for any number of sequences.
+MAX_CHANGES = 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _native() -> None:
-    if isinstance(find_library(), str):
-        pytest.skip("the limits are those of native kernels")
+pytestmark = pytest.mark.skipif(isinstance(find_library(), str), reason="no native kernels were built")
+
+
+@pytest.fixture(scope="module")
+def step() -> list[TracedCall]:
+    return trace_step(1)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +59,32 @@ def test_a_streamed_chat_goes_through_few_files(chat: list[TracedCall]) -> None:
     assert found.files > 0.8 * CHAT_LIMITS[0], "the limit has too much slack"
 
 
-def test_the_chat_calls_the_functions_of_the_page_in_this_order(chat: list[TracedCall]) -> None:
-    page = (ROOT / "docs" / "life-of-a-request.md").read_text(encoding="utf-8")
-    rows = [(match["path"], match["function"]) for match in ROW.finditer(page)]
-    assert len(rows) > 35
-    remaining = iter([(call.path, call.function) for call in chat])
-    for row in rows:
+def rows(page: str) -> list[tuple[str, str]]:
+    """Return the path and the function of each row of a page."""
+    return [(match["path"], match["function"]) for match in ROW.finditer((DOCS / page).read_text(encoding="utf-8"))]
+
+
+def check_order(calls: list[TracedCall], page: str) -> None:
+    """Check that the functions of a page were called, in its order."""
+    remaining = iter([(call.path, call.function) for call in calls])
+    for row in rows(page):
         assert row in remaining, f"{row} is not called, or not after the row before it"
+
+
+def test_the_chat_calls_the_functions_of_the_page_in_this_order(chat: list[TracedCall]) -> None:
+    assert len(rows(REQUEST)) > 35
+    check_order(chat, REQUEST)
+
+
+def test_the_step_calls_the_functions_of_the_page_in_this_order(step: list[TracedCall]) -> None:
+    assert len(rows(STEP)) > 30
+    check_order(step, STEP)
+
+
+def test_the_page_has_all_files_of_the_step(step: list[TracedCall]) -> None:
+    assert {call.path for call in step} == {path for path, _ in rows(STEP)}
+
+
+def test_the_control_plane_changes_its_file_seldom(step: list[TracedCall]) -> None:
+    assert count_changes(step) <= MAX_CHANGES
+    assert count_changes(trace_step(4)) <= MAX_CHANGES, "a loop over sequences goes back and forth between files"

@@ -17,6 +17,7 @@ from tests.server.process import PATIENCE_S
 
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
 QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+SEND = "document.getElementById('input').value = {!r}; document.getElementById('form').requestSubmit()"
 CHECKS = Path(__file__).with_name("page_checks.js")
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 # Keys of the WebDriver protocol.

@@ -10,11 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.server.browser import browsing
+from tests.server.browser import SEND, browsing
 from tests.server.process import running
 
 QUESTIONS = ("What is the opposite of hot?", "What is Quire?")
-SEND = "document.getElementById('input').value = {!r}; document.getElementById('form').requestSubmit()"
 DONE = "document.getElementById('send').textContent === 'Send' && document.querySelectorAll('.note').length >= {}"
 
 

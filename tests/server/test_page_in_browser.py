@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.browser import Browser, browsing, missing_browser
+from tests.server.browser import SEND, Browser, browsing, missing_browser
 from tests.server.conftest import KEY
 from tests.server.process import ServerProcess, running
 
 pytestmark = pytest.mark.slow
-SEND = "document.getElementById('input').value = {!r}; document.getElementById('form').requestSubmit()"
 DONE = "document.getElementById('send').textContent === 'Send' && document.querySelector('.note')"
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.models.modules.norms import scale_slot, unit_scale
-from quire.models.modules.projections import DOWN_GROUP, Projection, ResidualAdd, ResidualProjection
+from quire.models.modules.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.modules.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
 from quire.models.specs.head_order import turning_order
+from quire.models.specs.parameter_estimate import DOWN_GROUP
 from quire.ops.interface.fused_layers import PackedAttention, PackedMLP
 from quire.ops.interface.ops import AttentionBatch, HeadNorms, Ops, Rotation, StateBatch, StepAttention
 from quire.ops.interface.quantized_weight import StoredWeight

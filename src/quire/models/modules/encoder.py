@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.models.modules.projections import DOWN_GROUP, Projection
+from quire.models.modules.projections import Projection
 from quire.models.modules.rope import RotaryEmbedding
 from quire.models.modules.weight_slots import WeightSlot, WeightSlots, WeightTable, nested
 from quire.models.specs.encoder_spec import ClassifierHead, EncoderLayer, EncoderMLP, EncoderSpec
 from quire.models.specs.norm_spec import LayerNorm
+from quire.models.specs.parameter_estimate import DOWN_GROUP
 from quire.ops.interface.ops import Ops, Rotation
 
 

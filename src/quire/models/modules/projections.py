@@ -18,8 +18,6 @@ from quire.ops.interface.quantized_weight import StoredWeight
 
 # Slices of the inputs of the last projection of a block, over all ranks: so many ranks, or fewer, give the same bits.
 SUM_SLICES: Final = 4
-# Most inputs that share a scale in the last projection of an FFN: some of them are many times as large as the others.
-DOWN_GROUP: Final = 16
 
 
 class Projection:

@@ -29,7 +29,8 @@ QUANTISED_BYTES: Final[Mapping[Quantization, tuple[Fraction, Fraction]]] = {
     "int8": (Fraction(17, 16), Fraction(17, 16)),
     "int4": (Fraction(9, 16), Fraction(13, 16)),
 }
-# Quantised weights have a scale of bfloat16 for so many inputs; in int8, the last projections of FFNs for fewer.
+# Quantised weights have a scale of bfloat16 for so many inputs; in int8, the last projections of FFNs for fewer: some
+# of their inputs are many times as large as the others.
 GROUP: Final = 32
 DOWN_GROUP: Final = 16
 SCALE_BYTES: Final = 2
