@@ -27,15 +27,7 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
 
 
 def with_config_file(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the arguments of a command with the options of its file in front.
-
-    Args:
-        arguments: arguments after the command.
-        parser: parser of the command.
-
-    Raises:
-        ConfigError: the file cannot be read, or has an option that the command does not have.
-    """
+    """Return the arguments of a command with the options of its file in front."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(FLAG)
     if FLAG not in parser._option_string_actions:

@@ -16,22 +16,14 @@ from quire.errors import ConfigError
 
 
 def checked_engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of an engine for `LLM(...)`, checked.
-
-    Raises:
-        ConfigError: an option, a model or a folder that `check_files` refuses.
-    """
+    """Return the options of an engine for `LLM(...)`, checked."""
     options = drop_neutral(engine_options(args))
     check_files(EngineConfig.from_options(**options))
     return options
 
 
 def check_files(config: EngineConfig) -> None:
-    """Check that packages are installed, models there and of a known architecture, and that folders can be written.
-
-    Raises:
-        ConfigError: one of them cannot be used.
-    """
+    """Check that packages are installed, models there and of a known architecture, and that folders can be written."""
     from quire.models.checkpoints.checkpoint import check_weights, find_gguf, read_config
     from quire.models.families import read_model
     from quire.models.families.quantization_config import check_stored_method, without_quantization

@@ -52,11 +52,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        QuireError: an option, a prompt or a parameter is refused.
-    """
+    """Run the command."""
     given = sampling_options(args) | structured_options(args)
     prompts = [] if args.demo else _prompts(args)
     if not prompts and not args.demo and args.model != "bundled":

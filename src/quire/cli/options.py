@@ -90,13 +90,7 @@ class Flag:
 def add_engine_options(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, *, has_foreign: bool = True
 ) -> None:
-    """Add the model as the positional argument, and a flag for every other field of the configuration.
-
-    Args:
-        parser: parser of a command.
-        names: names of the fields that apply to the command; None for all.
-        has_foreign: False where the command calls `add_foreign_options` itself, after its own options.
-    """
+    """Add the model as the positional argument, and a flag for every other field of the configuration."""
     parser.add_argument(
         "model", nargs="?", default=ModelConfig().model, metavar="MODEL", help=_help_of(ModelConfig)["model"]
     )
@@ -138,12 +132,7 @@ def add_foreign_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
-    """Add a flag for every sampling parameter.
-
-    Args:
-        parser: parser of a command.
-        max_tokens: the command's default of this parameter.
-    """
+    """Add a flag for every sampling parameter."""
     group = parser.add_argument_group("sampling options", "The model's own defaults come before those shown.")
     for flag in _flags(SamplingParams, {"max_tokens": max_tokens}):
         _add(group, flag)
@@ -168,12 +157,7 @@ def sampling_parameters() -> list[str]:
 
 
 def read_sampling_parameter(name: str, text: str) -> Any:
-    """Return the value of a sampling parameter that is written as after its flag.
-
-    Raises:
-        UnknownParameter: there is no such parameter.
-        InvalidParameter: the text is not such a value.
-    """
+    """Return the value of a sampling parameter that is written as after its flag."""
     flag = next((flag for flag in _flags(SamplingParams) if flag.field == name), None)
     if flag is None:
         near = get_close_matches(name, sampling_parameters(), n=1)
@@ -201,13 +185,7 @@ def parse_size(text: str) -> int:
 
 
 def refuse_unknown(command: str, unknown: list[str], known: Collection[str]) -> NoReturn:
-    """End the command because of unknown arguments, with the nearest known flag, a hint for one of vLLM's, or its help.
-
-    Args:
-        command: name of the command.
-        unknown: arguments that no flag takes.
-        known: flags of the command.
-    """
+    """End the command because of unknown arguments, with the nearest known flag, a hint for one of vLLM's, or its help."""
     hints = ""
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
         name = flag.removeprefix("--").replace("-", "_")

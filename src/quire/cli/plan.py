@@ -109,11 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gpu_bytes(name: str, memory_bytes: int | None, device: str) -> int:
-    """Return the memory of a GPU by its name.
-
-    Raises:
-        ConfigError: there is no such name, or another option says otherwise.
-    """
+    """Return the memory of a GPU by its name."""
     from quire.measurement.bench.hardware import HARDWARE
 
     known = {key: int(hardware.memory_bytes) for key, hardware in HARDWARE.items() if hardware.device == "cuda"}

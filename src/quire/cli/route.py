@@ -72,11 +72,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pass requests on until a stop signal arrives.
-
-    Raises:
-        ConfigError: an option is unusable.
-    """
+    """Pass requests on until a stop signal arrives."""
     import logging
 
     from quire.errors import ConfigError

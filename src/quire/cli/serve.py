@@ -27,11 +27,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a stop signal arrives or the engine has died.
-
-    Raises:
-        ConfigError: an option is unusable.
-    """
+    """Serve until a stop signal arrives or the engine has died."""
     import logging
 
     from quire.config import EngineConfig

@@ -44,12 +44,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_address(group: argparse._ActionsContainer, port: int) -> None:
-    """Add the options of the address, and of encrypted connections.
-
-    Args:
-        group: parser or group that gets the options.
-        port: default of the port.
-    """
+    """Add the options of the address, and of encrypted connections."""
     host = ServerConfig().host
     group.add_argument("--host", default=host, help=f"address to listen on; an open one needs a key (default {host})")
     group.add_argument(
@@ -220,11 +215,7 @@ def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
 
 
 def read_server_config(args: argparse.Namespace) -> ServerConfig:
-    """Return the options of a server that `add_server_options` has added.
-
-    Raises:
-        ConfigError: a value is not allowed.
-    """
+    """Return the options of a server that `add_server_options` has added."""
     return ServerConfig(
         host=args.host,
         port=args.port,

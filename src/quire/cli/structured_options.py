@@ -30,12 +30,7 @@ def add_structured_options(parser: argparse.ArgumentParser) -> None:
 
 
 def structured_options(args: argparse.Namespace) -> dict[str, StructuredOutputs]:
-    """Return the given flag as an argument of `SamplingParams`; empty without a flag.
-
-    Raises:
-        ConfigError: a file cannot be read.
-        InvalidParameter: a schema is not JSON, or a text is empty.
-    """
+    """Return the given flag as an argument of `SamplingParams`; empty without a flag."""
     if args.json_schema is not None:
         return {"structured_outputs": StructuredOutputs(json=_read("json_schema", args.json_schema))}
     if args.json_object:

@@ -14,29 +14,13 @@ _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
 
 
 def check_served_async(options: dict[str, Any]) -> None:
-    """Refuse options that asynchronous scheduling does not support, if it is requested.
-
-    Args:
-        options: values of `async_scheduling` and of the options of the names above.
-
-    Raises:
-        ConfigError: the value of an option is not supported; the message names both options.
-    """
+    """Refuse options that asynchronous scheduling does not support, if it is requested."""
     if options["async_scheduling"]:
         check_served(options, _SERVED, "async_scheduling")
 
 
 def is_async(options: dict[str, Any], device: str, *, is_encoder: bool) -> bool:
-    """Return whether an engine schedules asynchronously.
-
-    Args:
-        options: checked values of all options.
-        device: "cpu" or "cuda".
-        is_encoder: True for a model that generates no tokens.
-
-    Raises:
-        ConfigError: asynchronous scheduling is requested, and the model is an encoder.
-    """
+    """Return whether an engine schedules asynchronously."""
     wanted: bool | None = options["async_scheduling"]
     if wanted and is_encoder:
         raise ConfigError(

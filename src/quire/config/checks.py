@@ -63,11 +63,7 @@ def check_positive(name: str, value: object, *, optional: bool = False, allows_z
 
 
 def check_choices(config: Any) -> None:
-    """Refuse a value that is not among the choices of its field; None is allowed where it is the default.
-
-    Args:
-        config: dataclass instance whose fields may have "choices" in their metadata, and a "note" for the error.
-    """
+    """Refuse a value that is not among the choices of its field; None is allowed where it is the default."""
     for item in fields(config):
         allowed, value = item.metadata.get("choices"), getattr(config, item.name)
         if allowed is not None and value not in allowed and not (value is None is item.default):
@@ -77,16 +73,7 @@ def check_choices(config: Any) -> None:
 
 
 def check_served(options: Mapping[str, Any], served: Mapping[str, tuple[tuple[Any, ...], str]], where: str) -> None:
-    """Refuse options that something does not serve.
-
-    Args:
-        options: values of the options.
-        served: served values of each option, and the reason why other values are refused.
-        where: circumstance in which the other values are refused, such as "tensor_parallel_size above 1".
-
-    Raises:
-        ConfigError: an option has another value than one that is served; the message names both.
-    """
+    """Refuse options that something does not serve."""
     for name, (values, why) in served.items():
         if options[name] not in values:
             words = " or ".join(repr(each) for each in values)
@@ -94,11 +81,7 @@ def check_served(options: Mapping[str, Any], served: Mapping[str, tuple[tuple[An
 
 
 def parse_size(text: str) -> int:
-    """Parse a number of bytes: `4G` is 4,000,000,000 and `4GiB` is 4,294,967,296.
-
-    Raises:
-        ValueError: the text is not a size.
-    """
+    """Parse a number of bytes: `4G` is 4,000,000,000 and `4GiB` is 4,294,967,296."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS:
         raise ValueError(f"{shown(text)} is not a size; write bytes, or a number with K, M, G, KiB, MiB, GiB")
@@ -107,13 +90,7 @@ def parse_size(text: str) -> int:
 
 
 def put_path(config: Any, name: str, *, optional: bool = False) -> None:
-    """Check a name or a path, and replace a `pathlib.Path` by its text.
-
-    Args:
-        config: frozen dataclass instance.
-        name: field of `config`.
-        optional: True to allow None.
-    """
+    """Check a name or a path, and replace a `pathlib.Path` by its text."""
     value = getattr(config, name)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
@@ -122,14 +99,7 @@ def put_path(config: Any, name: str, *, optional: bool = False) -> None:
 
 
 def put_size(config: Any, name: str, low: int, *, optional: bool = False) -> None:
-    """Check a number of bytes, and replace a text such as "4GiB" by an integer.
-
-    Args:
-        config: frozen dataclass instance.
-        name: field of `config`.
-        low: minimum, in bytes.
-        optional: True to allow None.
-    """
+    """Check a number of bytes, and replace a text such as "4GiB" by an integer."""
     value = getattr(config, name)
     if isinstance(value, str):
         try:

@@ -9,15 +9,7 @@ MAX_CPU = 1 << 16
 
 
 def check_cpu_bind(value: object, num_ranks: int) -> None:
-    """Check the option's value.
-
-    Args:
-        value: value of the option.
-        num_ranks: number of ranks, on all hosts.
-
-    Raises:
-        ConfigError: the value is neither one of the two words nor lists of cores, or a core is in two lists.
-    """
+    """Check the option's value."""
     allowed = '"auto", "none", or a list of cores for each rank of a host, such as "0-3|4-7"'
     if not isinstance(value, str):
         raise ConfigError(f"cpu_bind must be {allowed}, got {shown(value)}", field="cpu_bind")

@@ -116,11 +116,7 @@ class CudaGraphConfig:
 
 
 def _sizes(name: str, given: object, of: str) -> tuple[int, ...]:
-    """Return checked sizes, in ascending order.
-
-    Raises:
-        ConfigError: a size is not an integer of at least 1.
-    """
+    """Return checked sizes, in ascending order."""
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ConfigError(f"{name} must be numbers of {of} or None, got {shown(given)}", field=name)
     for size in given:

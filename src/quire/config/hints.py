@@ -194,12 +194,7 @@ def find_parser(option: str, name: object, known: Collection[str]) -> str:
 
 
 def is_neutral(value: object, row: Foreign) -> bool:
-    """Return whether a value of a name that does not exist in Quire is neutral.
-
-    Args:
-        value: the value.
-        row: the table row of the name.
-    """
+    """Return whether a value of a name that does not exist in Quire is neutral."""
     neutral, _ = row
     # The type counts too: 0 and False are equal in Python.
     return value is None or neutral is None or any(type(value) is type(one) and value == one for one in neutral)

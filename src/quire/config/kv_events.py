@@ -71,11 +71,7 @@ class KVEventsConfig:
 
     @classmethod
     def read(cls, given: object, form: str) -> KVEventsConfig | None:
-        """Return the options in vLLM's mapping; None if events are not published.
-
-        Raises:
-            ConfigError: the value is not a mapping, or has an unknown key or value.
-        """
+        """Return the options in vLLM's mapping; None if events are not published."""
         if given is None:
             return None
         if not isinstance(given, Mapping):

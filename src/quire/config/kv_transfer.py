@@ -95,11 +95,7 @@ def is_local(host: str) -> bool:
 
 
 def read_kv_transfer(value: object) -> KVTransferConfig | None:
-    """Return the configuration from a mapping or its JSON; None for None.
-
-    Raises:
-        ConfigError: a key or value is invalid; the error names the key.
-    """
+    """Return the configuration from a mapping or its JSON; None for None."""
     if value is None:
         return None
     given: Any = value

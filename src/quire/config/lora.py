@@ -84,11 +84,7 @@ class LoRAConfig:
 
 
 def _pairs(modules: Any) -> Iterator[tuple[str, str]]:
-    """Yield name and path of each adapter of the option's value.
-
-    Raises:
-        ConfigError: the value has another form.
-    """
+    """Yield name and path of each adapter of the option's value."""
     if isinstance(modules, Mapping):
         modules = [modules] if {"name", "path"} <= modules.keys() else [f"{k}={fspath(v)}" for k, v in modules.items()]
     if isinstance(modules, str):

@@ -79,14 +79,7 @@ class ParallelConfig:
 
 
 def check_num_threads(options: dict[str, Any]) -> None:
-    """Refuse more threads than a rank has cores.
-
-    Args:
-        options: checked values of the options `cpu_bind` and `num_threads`.
-
-    Raises:
-        ConfigError: `num_threads` is larger than the number of cores in a list of `cpu_bind`.
-    """
+    """Refuse more threads than a rank has cores."""
     fewest = min(map(len, cpu_lists(options["cpu_bind"]) or ()), default=MAX_CPU)
     if (options["num_threads"] or 1) > fewest:
         raise ConfigError(
@@ -97,15 +90,7 @@ def check_num_threads(options: dict[str, Any]) -> None:
 
 
 def check_served_by_ranks(options: dict[str, Any], size: int) -> None:
-    """Refuse options that are not supported with several ranks.
-
-    Args:
-        options: values of the options of the names below.
-        size: number of ranks.
-
-    Raises:
-        ConfigError: the value of an option is not supported; the message names both options.
-    """
+    """Refuse options that are not supported with several ranks."""
     if size > 1:
         check_served(options, _SERVED, "tensor_parallel_size above 1")
         if options["all_reduce_backend"] == "nccl" and options["device"] == "cpu":

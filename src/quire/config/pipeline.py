@@ -21,14 +21,6 @@ _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
 
 
 def check_served_by_stages(options: dict[str, Any], size: int) -> None:
-    """Refuse options that are not supported with pipeline stages.
-
-    Args:
-        options: values of the options of the names above.
-        size: number of stages.
-
-    Raises:
-        ConfigError: the value of an option is not supported; the message names both options.
-    """
+    """Refuse options that are not supported with pipeline stages."""
     if size > 1:
         check_served(options, _SERVED, "pipeline_parallel_size above 1")

@@ -27,15 +27,7 @@ class Machine:
     total_bytes: int | None = None
 
     def set_aside(self, tier_bytes: int, field: str) -> Machine:
-        """Return the machine without the memory of the host tier.
-
-        Args:
-            tier_bytes: size of the host tier in bytes.
-            field: name of the option that sets the size.
-
-        Raises:
-            ConfigError: the tier is larger than the available host memory.
-        """
+        """Return the machine without the memory of the host tier."""
         available = self.available_bytes if self.host_bytes is None else self.host_bytes
         if tier_bytes > available:
             raise ConfigError(

@@ -112,11 +112,7 @@ class ResolvedConfig:
         return self.num_blocks * self.block_size
 
     def check_priority(self, priority: object) -> None:
-        """Check the priority of a request, which needs the scheduling policy "priority" unless it is 0.
-
-        Raises:
-            InvalidParameter: it is no integer of the range, or the policy knows no priorities.
-        """
+        """Check the priority of a request, which needs the scheduling policy "priority" unless it is 0."""
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
         if priority and self.scheduling_policy != "priority":
@@ -171,12 +167,7 @@ class ResolvedConfig:
 
 
 def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> ResolvedConfig:
-    """Return the complete configuration.
-
-    Raises:
-        ConfigError: `max_model_len` exceeds the model's limit, the host tier exceeds the host memory, or the KV budget
-            cannot hold one sequence of `max_model_len` tokens; the message says which option to change, and its value.
-    """
+    """Return the complete configuration."""
     cache, scheduler = config.cache, config.scheduler
     machine = machine.set_aside(cache.host_bytes, cache.host_option)
     max_model_len = context_length(config.model.max_model_len, facts.max_position)
@@ -266,15 +257,7 @@ def step_tokens(scheduler: SchedulerConfig, device: str) -> int:
 
 
 def context_length(max_model_len: int | None, max_position: int) -> int:
-    """Return the maximum number of tokens of a sequence.
-
-    Args:
-        max_model_len: value of the option; None takes the model's limit.
-        max_position: limit of the model.
-
-    Raises:
-        ConfigError: the option exceeds the model's limit.
-    """
+    """Return the maximum number of tokens of a sequence."""
     if max_model_len is not None and max_model_len > max_position:
         raise ConfigError(
             f"max_model_len ({max_model_len}) is more than the model's limit of {max_position} tokens; "
@@ -293,19 +276,7 @@ def pool_blocks(
     most_bytes: int | None = None,
     step: StepCost | None = None,
 ) -> tuple[int, str]:
-    """Return the size of the pool in blocks, 0 or less where none fits, and a description of where it comes from.
-
-    Args:
-        cache: options of the cache.
-        machine: properties of the machine.
-        bytes_per_block: KV bytes of one block of every cache group.
-        max_model_len, max_num_seqs: limits that bound the usable size.
-        most_bytes: usable size in bytes; None where these limits determine it.
-        step: memory of a step on a GPU; None for none.
-
-    Raises:
-        ConfigError: the options exceed the available memory.
-    """
+    """Return the size of the pool in blocks, 0 or less where none fits, and a description of where it comes from."""
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks, f"num_kv_blocks={cache.num_kv_blocks}"
     if cache.kv_cache_memory_bytes is not None:

@@ -101,11 +101,7 @@ class SpeculativeConfig:
 
 
 def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with the fields of `speculative_config`, vLLM's mapping, as separate options.
-
-    Raises:
-        ConfigError: `speculative_config` is not a mapping, has an unknown key, or repeats another option.
-    """
+    """Return the options with the fields of `speculative_config`, vLLM's mapping, as separate options."""
     if "speculative_config" not in options:
         return dict(options)
     flat = {name: value for name, value in options.items() if name != "speculative_config"}

@@ -24,15 +24,7 @@ class CpuSets(NamedTuple):
 
     @classmethod
     def of(cls, option: str, num_local: int) -> CpuSets:
-        """Return the sets that the option `cpu_bind` means on this host.
-
-        Args:
-            option: checked value.
-            num_local: number of ranks on this host.
-
-        Raises:
-            ConfigError: it has another number of lists than there are ranks here, or cores that may not be used.
-        """
+        """Return the sets that the option `cpu_bind` means on this host."""
         lists, allowed = cpu_lists(option), allowed_cpus()
         if lists is None:
             nodes = nodes_of(allowed) if allowed and option != NONE else []
@@ -52,21 +44,11 @@ class CpuSets(NamedTuple):
         return cls(tuple(lists), is_chosen=True)
 
     def num_threads(self, local_rank: int, num_cores: int) -> int:
-        """Return the number of threads of a rank.
-
-        Args:
-            local_rank: its number on this host.
-            num_cores: number of cores that all of them may use.
-        """
+        """Return the number of threads of a rank."""
         return len(self.shares[local_rank]) if self.is_chosen else max(1, num_cores // len(self.shares))
 
     def cores(self, local_rank: int, num_threads: int) -> tuple[int, ...]:
-        """Return the hardware threads of a rank's threads; none where ranks cannot have their own.
-
-        Args:
-            local_rank: its number on this host.
-            num_threads: number of its threads.
-        """
+        """Return the hardware threads of a rank's threads; none where ranks cannot have their own."""
         if all(num_threads <= len(each) for each in self.shares) or self.is_chosen:
             own = self.shares[local_rank]
             return own[:num_threads] if num_threads <= len(own) else ()

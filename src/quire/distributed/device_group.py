@@ -40,14 +40,6 @@ class DeviceRankGroup(RankGroup):
     """The ranks of a model on devices.
 
     Rows for the output head go from device to device; the message that comes before them says how many.
-
-    Args:
-        transport: mover of numbers between them.
-        timeout_s: seconds within which the other ranks must take part in an operation of a step.
-        divides_experts: see `RankGroup`.
-
-    Attributes:
-        on_timeout: function that is called on rank 0, in a thread of its own, with the error of ranks that do not.
     """
 
     def __init__(self, transport: DeviceTransport, timeout_s: float, *, divides_experts: bool = False) -> None:

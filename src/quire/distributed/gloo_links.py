@@ -18,13 +18,7 @@ from quire.errors import RankFailed
 
 
 class GlooLink:
-    """One end of a link over sockets.
-
-    Args:
-        group: group of all ranks.
-        peer: rank at the other end.
-        timeout_s: time within which the other end must answer.
-    """
+    """One end of a link over sockets."""
 
     def __init__(self, group: Any, peer: int, timeout_s: float) -> None:
         self._group, self._peer, self._timeout = group, peer, timedelta(seconds=timeout_s)
@@ -62,15 +56,7 @@ class GlooLink:
 def connect_stages(
     store: Any, rank: int, config: ParallelConfig, hostname: str | None, sums: Transport | None = None
 ) -> PipelineGroup:
-    """Return the group of a rank whose parts are connected by sockets.
-
-    Args:
-        store: store through which the ranks find each other.
-        rank: number of the rank.
-        config: options of the ranks.
-        hostname: see `GlooTransport`.
-        sums: transport of the ranks of this stage where they share memory; None to connect them, too.
-    """
+    """Return the group of a rank whose parts are connected by sockets."""
     grid, timeout_s = RankGrid.of(config), config.distributed_timeout_s
     stage, commands, tensor = grid.stage_of(rank), None, None
 

@@ -158,11 +158,7 @@ def _agree(ranks: Ranks, own: RankDevice, place: TorchrunPlace | None) -> Callab
 
 
 def check_alike(first: RankDevice, other: RankDevice, rank: int) -> None:
-    """Refuse a rank whose device differs from that of rank 0 in what results or sums depend on.
-
-    Raises:
-        ConfigError: they differ.
-    """
+    """Refuse a rank whose device differs from that of rank 0 in what results or sums depend on."""
     if other.kind != first.kind:
         raise ConfigError(
             f"device must be the same on all ranks: it is {first.kind!r} on rank 0 and {other.kind!r} on rank {rank}; "
@@ -191,12 +187,7 @@ def _torchrun_store(dist: Any, place: TorchrunPlace | None) -> Any:
 
 
 def while_all_live(links: RankLinks, call: Callable[[], T], timeout_s: float = START_TIMEOUT_S) -> T:
-    """Return the result of a call that waits for all other ranks; it is left behind where one of them has failed.
-
-    Raises:
-        WorkerError: a rank has failed, or not all took part in time.
-        ConfigError: a rank cannot load the model.
-    """
+    """Return the result of a call that waits for all other ranks; it is left behind where one of them has failed."""
     results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def work() -> None:

@@ -105,11 +105,7 @@ def join_ranks(rank: int, connection: int, memory: int) -> tuple[Ranks, dict[str
 
 
 def pick_library(backend: str) -> NativeLibrary | None:
-    """Return the kernels for sums in shared memory; None for gloo.
-
-    Raises:
-        ConfigError: shared memory was asked for, and there is none, or no kernels.
-    """
+    """Return the kernels for sums in shared memory; None for gloo."""
     if backend == "gloo":
         return None
     library = find_library()
@@ -139,17 +135,7 @@ def make_group(
     hostname: str | None = LOCAL,
     sums: Transport | None = None,
 ) -> RankGroup:
-    """Return the group of a rank: in shared memory, or without a library by gloo.
-
-    Args:
-        library: compiled kernels.
-        memory: memory of `make_shared`; -1 for none.
-        rank: number of the rank.
-        config: options of the ranks.
-        store: store through which ranks find each other by gloo, or the path of a file for one.
-        hostname: see `GlooTransport`.
-        sums: see `connect_stages`.
-    """
+    """Return the group of a rank: in shared memory, or without a library by gloo."""
     size, timeout_s, is_pipeline = config.num_ranks, config.distributed_timeout_s, config.pipeline_parallel_size > 1
     if library is not None:
         if is_pipeline:

@@ -29,17 +29,7 @@ MAX_LINE: Final = 1 << 20
 
 
 class RankLinks:
-    """The connections of this process.
-
-    Args:
-        rank: number of this rank.
-        sockets: connections by the rank at their other end: those to all others on rank 0, that to rank 0 on others.
-        describe: function from a rank that has ended to what is known of how; called on rank 0.
-        on_failure: function that is called once, in a thread of its own, with the error of the first rank that fails.
-
-    Attributes:
-        failure: error of the first rank that failed, else None.
-    """
+    """The connections of this process."""
 
     def __init__(
         self,
@@ -65,12 +55,7 @@ class RankLinks:
         self._send(rank, {"fact": fact})
 
     def receive_fact(self, rank: int, timeout_s: float) -> Any:
-        """Return the next fact of a rank.
-
-        Raises:
-            WorkerError: a rank has failed, or did not answer in time, or the connections were closed here.
-            ConfigError: a rank cannot load the model.
-        """
+        """Return the next fact of a rank."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.check()

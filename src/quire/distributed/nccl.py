@@ -36,14 +36,6 @@ class NcclTransport:
     Sums are those of `GlooTransport`, to the bit: NCCL moves parts, and they are added here, in the order of the ranks
     and in float32. All is queued on the current stream, and nothing here waits for the device, so that a captured step
     can have it.
-
-    Args:
-        group: torch's process group of all ranks.
-        host: transport of the same ranks, for messages and for tensors in the hosts' memory.
-        device: device of this rank.
-
-    Attributes:
-        device, num_started: see `DeviceTransport`.
     """
 
     name = "NCCL"
@@ -118,11 +110,7 @@ class NcclTransport:
         return self._host.receive()
 
     def _run(self, start: Callable[[], Any]) -> None:
-        """Start an operation.
-
-        Raises:
-            RankFailed: a rank has failed before.
-        """
+        """Start an operation."""
         self._check()
         self.num_started += 1
         try:
@@ -209,16 +197,7 @@ def _unwatched() -> Iterator[None]:
 
 
 def connect_nccl(store: Any, host: Transport, device: torch.device) -> NcclTransport:
-    """Return the transport of a rank, once all ranks have called this.
-
-    Args:
-        store: store through which the ranks find each other.
-        host: see `NcclTransport`.
-        device: GPU of this rank, with its number.
-
-    Raises:
-        RankFailed: NCCL cannot connect the ranks.
-    """
+    """Return the transport of a rank, once all ranks have called this."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = IDLE
     try:

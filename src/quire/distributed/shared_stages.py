@@ -43,11 +43,7 @@ class _Channel(SharedMemoryTransport):
 
 
 class SharedMemoryLink:
-    """One end of a link in shared memory.
-
-    Args:
-        channels: its channels, which take turns.
-    """
+    """One end of a link in shared memory."""
 
     def __init__(self, channels: Sequence[_Channel]) -> None:
         self._channels, self._turn = tuple(channels), 0
@@ -135,14 +131,7 @@ class SharedPlace(NamedTuple):
     def join(
         self, kind: type[T], descriptor: int, members: Sequence[int], offset: int = 0, slot_bytes: int = SLOT_BYTES
     ) -> T:
-        """Return this rank's part of a group of some ranks.
-
-        Args:
-            kind: type of the part.
-            descriptor: memory, which stays open.
-            members: numbers of the ranks.
-            offset, slot_bytes: see `SharedMemoryTransport`.
-        """
+        """Return this rank's part of a group of some ranks."""
         return kind(
             self.library,
             os.dup(descriptor),
@@ -160,15 +149,7 @@ class SharedPlace(NamedTuple):
 def share_stages(
     library: NativeLibrary, descriptor: int, rank: int, config: ParallelConfig, num_cores: int
 ) -> PipelineGroup:
-    """Return the group of a rank whose parts all lie in one memory.
-
-    Args:
-        library: compiled kernels.
-        descriptor: memory of `make_stages_memory`.
-        rank: number of the rank.
-        config: options of the ranks.
-        num_cores: number of cores of this host.
-    """
+    """Return the group of a rank whose parts all lie in one memory."""
     grid = RankGrid.of(config)
     place = SharedPlace(library, rank, config.distributed_timeout_s, grid.size, num_cores)
     layout = _Layout(library.ranks.page_bytes, grid, config.num_microbatches)

@@ -12,15 +12,7 @@ from quire.distributed.transport import Transport
 
 
 class StagedTransport:
-    """A rank's part of a group whose tensors are copied to the host, summed there, and copied back.
-
-    Args:
-        host: transport of the same ranks.
-        device: device of this rank.
-
-    Attributes:
-        device, num_started: see `DeviceTransport`.
-    """
+    """A rank's part of a group whose tensors are copied to the host, summed there, and copied back."""
 
     def __init__(self, host: Transport, device: torch.device) -> None:
         self.rank, self.size = host.rank, host.size

@@ -51,11 +51,7 @@ class TorchrunPlace(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> TorchrunPlace | None:
-        """Read torchrun's variables; None where it has not started this process, or started one alone.
-
-        Raises:
-            ConfigError: a variable is no number.
-        """
+        """Read torchrun's variables; None where it has not started this process, or started one alone."""
         if not all(name in environment for name in VARIABLES):
             return None
         numbers = {}

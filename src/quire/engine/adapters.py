@@ -59,15 +59,6 @@ class AdapterRegistry:
     """Loads adapters under names, and unloads them; all but `read` and `find` between two steps.
 
     A slot is freed when no name stands for its content and no unfinished request uses it.
-
-    Args:
-        slots: slots of the data plane.
-        limit: maximum number of slots in use.
-        used_slots: function that returns the slots of the unfinished requests.
-        model_name: name of the model, which no adapter may have.
-
-    Attributes:
-        slots, limit: the arguments.
     """
 
     def __init__(
@@ -85,24 +76,14 @@ class AdapterRegistry:
         return tuple(self._by_name.values())
 
     def read(self, path: str) -> Adapter:
-        """Read an adapter from its folder, which may take long; thread-safe.
-
-        Raises:
-            InvalidAdapter: the folder has no adapter that fits the model; the message names the file and the field.
-            OutOfAdapterMemory: a GPU has no memory left for it; after `give_way` it may.
-        """
+        """Read an adapter from its folder, which may take long; thread-safe."""
         try:
             return self.slots.read(Path(path).expanduser())
         except ConfigError as error:
             raise InvalidAdapter(str(error), field=error.field or "lora_path") from error
 
     def find(self, request: LoRARequest) -> LoadedAdapter | None:
-        """Return the adapter that a request asks for, None where its folder must be read first; thread-safe.
-
-        Raises:
-            UnknownAdapter: no adapter of the name is loaded, and the request has no path.
-            InvalidAdapter: the one of that name was read from another path.
-        """
+        """Return the adapter that a request asks for, None where its folder must be read first; thread-safe."""
         known = self._by_name.get(request.lora_name)
         if request.load_inplace:
             return None
@@ -117,11 +98,7 @@ class AdapterRegistry:
         return known
 
     def acquire(self, request: LoRARequest) -> LoadedAdapter:
-        """Return the adapter that a request asks for, and load it where it is not loaded.
-
-        Raises:
-            InvalidAdapter: it cannot be loaded.
-        """
+        """Return the adapter that a request asks for, and load it where it is not loaded."""
         found = self.find(request)
         while found is None:
             try:
@@ -137,14 +114,6 @@ class AdapterRegistry:
         """Load an adapter under a name; with `load_inplace`, in the place of the one that has the name.
 
         Unfinished requests go on with the content that they began with.
-
-        Args:
-            request: name and path.
-            adapter: content of the folder, from `read`.
-            is_kept: see `LoadedAdapter`.
-
-        Raises:
-            InvalidAdapter: the name is the model's or in use, or as many adapters as possible are loaded.
         """
         name = request.lora_name
         if name == self._model_name:
@@ -172,11 +141,7 @@ class AdapterRegistry:
         return loaded
 
     def unload(self, name: str) -> None:
-        """Unload an adapter: requests that use it go on, and no others can ask for it.
-
-        Raises:
-            UnknownAdapter: no adapter of that name is loaded.
-        """
+        """Unload an adapter: requests that use it go on, and no others can ask for it."""
         if name not in self._by_name:
             raise UnknownAdapter(name)
         del self._by_name[name]
@@ -203,11 +168,7 @@ class AdapterRegistry:
         return True
 
     def _place(self, adapter: Adapter) -> int:
-        """Return the slot of an adapter's content, which is taken if it has none.
-
-        Raises:
-            InvalidAdapter: no slot can be freed.
-        """
+        """Return the slot of an adapter's content, which is taken if it has none."""
         slot = self._slot_of.get(adapter.digest)
         if slot is not None:
             return slot
@@ -226,11 +187,7 @@ class AdapterRegistry:
 
 
 def require_adapters(adapters: AdapterRegistry | None) -> AdapterRegistry:
-    """Return the registry of an engine that has one.
-
-    Raises:
-        UnsupportedFeature: the engine was made without `enable_lora`.
-    """
+    """Return the registry of an engine that has one."""
     if adapters is None:
         raise UnsupportedFeature(
             "lora_request", "this engine serves no adapters beside the model; start with enable_lora"
@@ -239,11 +196,7 @@ def require_adapters(adapters: AdapterRegistry | None) -> AdapterRegistry:
 
 
 def acquire_adapter(adapters: AdapterRegistry | None, lora_request: LoRARequest | None) -> LoadedAdapter | None:
-    """Return the adapter that a request asks for, loaded if it was not; None for a request without one.
-
-    Raises:
-        RequestError: it is not loaded and cannot be, or the engine has no adapters.
-    """
+    """Return the adapter that a request asks for, loaded if it was not; None for a request without one."""
     if lora_request is None:
         return None
     known = require_adapters(adapters)

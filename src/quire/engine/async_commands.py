@@ -65,12 +65,7 @@ class LoopSink:
 
 
 def post_items(items: Iterable[tuple[Stream, Item]], pacer: DeltaPacer | None = None) -> None:
-    """Send items from the engine's thread, with one post for each sink.
-
-    Args:
-        items: streams with their items, in order.
-        pacer: pacer that measures the readers' work; None measures nothing.
-    """
+    """Send items from the engine's thread, with one post for each sink."""
     by_sink: dict[OutputSink, list[tuple[Stream, Item]]] = {}
     for stream, item in items:
         by_sink.setdefault(stream.sink, []).append((stream, item))

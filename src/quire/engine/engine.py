@@ -284,11 +284,7 @@ class Engine:
                     self._stats.prompt_tokens += request.num_prompt
 
     def _check_items(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """End the requests of failed items, and collect the prompt log probabilities of the others.
-
-        Returns:
-            The last outputs of the requests that failed.
-        """
+        """End the requests of failed items, and collect the prompt log probabilities of the others."""
         failed: list[RequestOutput] = []
         for item, outcome in zip(plan.items, result.items, strict=True):
             if outcome.error is not None:
@@ -298,11 +294,7 @@ class Engine:
         return failed
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Append a step's tokens to sequences and outputs, and finish complete sequences.
-
-        Returns:
-            The last outputs of the requests that failed.
-        """
+        """Append a step's tokens to sequences and outputs, and finish complete sequences."""
         scheduler, outputs = self.scheduler, self.outputs
         num_generated, stopped, failures = outputs.add_tokens(
             scheduler.update_from_results(plan.items, result.items), result.items

@@ -29,19 +29,7 @@ PROGRESS_S = 0.5
 
 
 class EngineThread:
-    """Runs an engine until `shutdown`, until the engine fails, or until the interpreter exits.
-
-    Args:
-        engine: the engine, owned by this thread from now on.
-        metrics: metrics, updated after each step and output.
-        slots: slots of the waiting queue, updated when a request starts or ends.
-
-    Attributes:
-        streams: streams of the unfinished requests, by request id.
-        progress_s: time of the last step, command or idle moment; seconds, monotonic.
-        has_ended: True once no further command is run.
-        failure: error that ended the engine, else None.
-    """
+    """Runs an engine until `shutdown`, until the engine fails, or until the interpreter exits."""
 
     def __init__(self, engine: Engine, metrics: Metrics, slots: QueueSlots) -> None:
         self.streams: dict[str, Stream] = {}
@@ -88,11 +76,7 @@ class EngineThread:
         return WorkerError(f"the engine does not run: {self.failure}")
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request, in this thread, and send its last output to its stream, if it still has one.
-
-        Returns:
-            False for an unknown or finished request.
-        """
+        """End a request, in this thread, and send its last output to its stream, if it still has one."""
         output = self._engine.abort_request(request_id)
         if output is None:
             return False
@@ -125,11 +109,7 @@ class EngineThread:
             self._engine.close()
 
     def _run_commands(self) -> bool:
-        """Run all queued commands; wait for one while the engine is idle.
-
-        Returns:
-            False after the command to end.
-        """
+        """Run all queued commands; wait for one while the engine is idle."""
         while True:
             is_idle = not self._engine.has_unfinished
             if is_idle:

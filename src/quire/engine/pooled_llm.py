@@ -195,12 +195,7 @@ class PooledLLM(ABC):
         add_special_tokens: bool = True,
         text_name: Callable[[int], str] | None = None,
     ) -> list[RequestOutput]:
-        """Run a pooled request for each prompt, with options of `generate`.
-
-        Args:
-            text_name: function that returns the caller's name of a prompt by its index; None where the caller has
-                passed the prompts.
-        """
+        """Run a pooled request for each prompt, with options of `generate`."""
         prepare = partial(self.engine.requests.prepare_pooled, add_special_tokens=add_special_tokens)
         prepared = []
         for idx, prompt in enumerate(prompts):
@@ -209,21 +204,13 @@ class PooledLLM(ABC):
         return self.generate(cast(list[Prompt], prepared), NO_SAMPLING, **options)
 
     def _check_idle(self) -> None:
-        """Check that no stream is in progress, whose outputs would be taken for those of the next prompts.
-
-        Raises:
-            RequestError: one is.
-        """
+        """Check that no stream is in progress, whose outputs would be taken for those of the next prompts."""
         if self.engine.has_unfinished:
             raise RequestError("an earlier stream of this LLM has not ended: read it to its end, or close it")
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts; a list of integers is one prompt.
-
-    Raises:
-        InvalidParameter: another type.
-    """
+    """Return a list of prompts; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -240,16 +227,7 @@ def as_conversations(messages: Any) -> Sequence[Any]:
 
 
 def priorities_of(priority: int | Sequence[int] | None, count: int, config: ResolvedConfig) -> Sequence[int]:
-    """Return the priority of each prompt.
-
-    Args:
-        priority: priority of all prompts, or one for each; None is 0.
-        count: number of prompts.
-        config: configuration of the engine, which checks priorities.
-
-    Raises:
-        InvalidParameter: a list of another length, or a priority that the engine does not take.
-    """
+    """Return the priority of each prompt."""
     levels = priority if isinstance(priority, Sequence) else [priority or 0] * count
     if len(levels) != count or isinstance(priority, str):
         raise InvalidParameter("priority", priority, f"an integer, or a list of one for each of {count} prompts")

@@ -68,12 +68,7 @@ class ScoreJob(NamedTuple):
         return not self.pooling.token_ids
 
     def text_name(self, idx: int, names: tuple[str, str]) -> str:
-        """Return the name of the text that a prompt is of: of the document, where a prompt has both.
-
-        Args:
-            idx: index of the prompt.
-            names: names of the fields of queries and documents.
-        """
+        """Return the name of the text that a prompt is of: of the document, where a prompt has both."""
         num_queries = len(self.prompts) - len(self.pairs)  # none where each prompt has both
         is_query = idx < num_queries
         name, count = (names[0], num_queries) if is_query else (names[1], len(self.pairs))

@@ -26,20 +26,7 @@ from quire.sequences.params import SamplingParams
 
 
 class Submitter:
-    """Submits requests from event loops to the thread of an engine.
-
-    Args:
-        engine: the engine.
-        thread: its thread.
-        slots: slots of its waiting queue.
-        texts: threads that make texts into tokens.
-        adapters: loaded adapters.
-        metrics: metrics, which count accepted requests.
-
-    Attributes:
-        is_draining: True once no request is accepted any more.
-        is_closed: True once the engine is shut down.
-    """
+    """Submits requests from event loops to the thread of an engine."""
 
     def __init__(
         self,
@@ -85,18 +72,7 @@ class Submitter:
         on_end: Callable[[Engine], None] | None = None,
         arrival_s: float | None = None,
     ) -> Stream:
-        """Submit a request, once its texts are tokens, and return its stream.
-
-        Args:
-            prompt, place, request_id: see `AsyncLLM.generate`.
-            params: parameters of the sampling, which the caller does not change any more.
-            options: see `Engine.add_request`.
-            sink, deliver, on_end: see `Stream`.
-            arrival_s: time of the request's arrival, in seconds of the monotonic clock; None is now.
-
-        Raises:
-            RequestError, EngineClosed, WorkerError: see `AsyncLLM.generate`.
-        """
+        """Submit a request, once its texts are tokens, and return its stream."""
         # Refused before a slot is reserved and texts are made into tokens, which cost more.
         self._engine.config.check_priority(options.priority)
         if request_id is not None and (type(request_id) is not str or not request_id):

@@ -44,13 +44,7 @@ STOP_S: Final = 40.0
 
 
 class LocalServers:
-    """The processes of the servers.
-
-    Args:
-        arguments: arguments of `quire serve`, without those of the address.
-        count: number of servers.
-        threads: threads of each server.
-    """
+    """The processes of the servers."""
 
     def __init__(self, arguments: Sequence[str], count: int, threads: int) -> None:
         has_events = any(argument.startswith("--kv-events-config") for argument in arguments)
@@ -63,11 +57,7 @@ class LocalServers:
         self.processes = [self._start() for _ in range(count)]
 
     def addresses(self) -> list[str]:
-        """Wait until all servers take requests, and return their addresses.
-
-        Raises:
-            WorkerError: one has ended, or takes too long.
-        """
+        """Wait until all servers take requests, and return their addresses."""
         deadline_s = time.monotonic() + START_S
         return [_address_of(process, idx, deadline_s) for idx, process in enumerate(self.processes)]
 
@@ -159,11 +149,7 @@ async def _watch(servers: LocalServers) -> None:
 
 
 def _address_of(process: subprocess.Popen[str], idx: int, deadline_s: float) -> str:
-    """Return the address that a server prints.
-
-    Raises:
-        WorkerError: it ended before, or prints none in time.
-    """
+    """Return the address that a server prints."""
     assert process.stdout is not None
     timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), process.kill)
     timer.daemon = True

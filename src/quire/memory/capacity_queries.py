@@ -12,13 +12,7 @@ from quire.memory.tiers.swap import SwapSize
 
 
 class CapacityQueries:
-    """Capacity queries; a query may cache, but changes no later answer and no later command.
-
-    Args:
-        tables: block tables of all sequences.
-        watermark: slabs (with one group: blocks) that an admission leaves free while other sequences live.
-        num_slabs: number of slabs that a sequence alone can have.
-    """
+    """Capacity queries; a query may cache, but changes no later answer and no later command."""
 
     __slots__ = ("_known_to_fit", "_num_slabs", "_tables", "_watermark")
 
@@ -36,13 +30,6 @@ class CapacityQueries:
 
         While other sequences live, `watermark` slabs and the `reserved` blocks must stay free for their growth;
         alone, a sequence may take all memory, so that no sequence that fits waits forever.
-
-        Args:
-            num_tokens: number of tokens to hold, those of the hit included.
-            hit: prefix hit to open on.
-            step_tokens: greatest number of tokens that a step appends; None for all. Blocks that leave the window
-                between the steps of a prompt are free for the next.
-            reserved: number of blocks of each group that admitted sequences will still ask for.
         """
         refusal = self._never_fits(num_tokens)
         if refusal is not None:
@@ -53,13 +40,7 @@ class CapacityQueries:
         )
 
     def can_ever_hold(self, num_tokens: int, *, width: int = 1, num_shared: int = 0) -> bool:
-        """Return whether sequences of `num_tokens` tokens could be held at all: alone, and one token a step.
-
-        Args:
-            num_tokens: length that each sequence reaches.
-            width: number of such sequences at once.
-            num_shared: length of their common prefix, which is held once.
-        """
+        """Return whether sequences of `num_tokens` tokens could be held at all: alone, and one token a step."""
         if width == 1:
             return self._never_fits(num_tokens) is None
         arena, groups = self._tables.arena, self._tables.groups
@@ -67,13 +48,7 @@ class CapacityQueries:
         return refusal is None
 
     def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
-        """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
-
-        Args:
-            seq_id: a live sequence that is not swapped out.
-            num_tokens: length that the sequence will reach.
-            step_tokens: see `can_allocate`.
-        """
+        """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens."""
         state = self._tables.resident(seq_id)
         missing = []
         for group, table, num_skipped in zip(self._tables.groups, state.tables, state.num_skipped, strict=True):
@@ -86,11 +61,7 @@ class CapacityQueries:
         return tuple(missing)
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus:
-        """Return whether the host has room for sequences: LATER if other blocks take it, NEVER if it is too small.
-
-        Raises:
-            ValueError: see `swap_out`.
-        """
+        """Return whether the host has room for sequences: LATER if other blocks take it, NEVER if it is too small."""
         return swap.check_swap_out(self._tables, self._tables.siblings(seq_ids, Tier.DEVICE))
 
     def can_swap_in(
@@ -103,25 +74,13 @@ class CapacityQueries:
         """Return whether swapped-out sequences can be swapped in together and grow to the given lengths.
 
         NEVER: not even alone, with steps of `step_tokens`.
-
-        Args:
-            seq_ids: the sequences.
-            num_tokens: length that each sequence reaches.
-            step_tokens, reserved: see `can_allocate`.
-
-        Raises:
-            ValueError: see `swap_in`.
         """
         states = self._tables.siblings(seq_ids, Tier.HOST)
         others = self._reserved_for_others(reserved)
         return swap.check_swap_in(self._tables, states, num_tokens, step_tokens, *others, self._num_slabs)
 
     def swap_size(self, seq_ids: Sequence[int]) -> SwapSize:
-        """Return the size of the copies that would swap the sequences, out or in, at present.
-
-        Raises:
-            ValueError: see `swap_out` and `swap_in`.
-        """
+        """Return the size of the copies that would swap the sequences, out or in, at present."""
         tier = Tier.HOST if any(self._tables.sequences[seq_id].is_swapped for seq_id in seq_ids) else Tier.DEVICE
         return swap.measure_swap(self._tables, self._tables.siblings(seq_ids, tier), tier)
 

@@ -21,11 +21,7 @@ from quire.memory.sequence_blocks import SequenceBlocks
 
 
 def check(manager: KVCacheManager) -> None:
-    """Verify M1 to M6; M11 follows from M1 and M2, since without sequences no block has a holder.
-
-    Raises:
-        InvariantViolation: naming the first invariant that does not hold.
-    """
+    """Verify M1 to M6; M11 follows from M1 and M2, since without sequences no block has a holder."""
     _check_tree(manager)
     for tier in (Tier.DEVICE, Tier.HOST) if manager.host is not None else (Tier.DEVICE,):
         _check_tier(manager, tier)

@@ -137,13 +137,7 @@ def _kind_of(spec: KVCacheSpec) -> tuple[str, int | None]:
 
 
 class _Removal:
-    """Blocks that a pool withdrew one after the other, for one `BlockRemoved` event.
-
-    Args:
-        digests: digests of the blocks.
-        medium: tier of the blocks.
-        group_idx: cache group of the blocks.
-    """
+    """Blocks that a pool withdrew one after the other, for one `BlockRemoved` event."""
 
     __slots__ = ("digests", "group_idx", "medium")
 
@@ -232,15 +226,7 @@ class KVEventCollector:
 
 
 class _PoolPublications:
-    """Reports the published and withdrawn blocks of one pool; a `PublicationObserver`.
-
-    Args:
-        collector: maker of the events.
-        collected: the collector's events, which it clears.
-        index: published blocks of the pool.
-        group_idx: index of the cache group.
-        medium: name of the tier in events.
-    """
+    """Reports the published and withdrawn blocks of one pool; a `PublicationObserver`."""
 
     __slots__ = ("_collected", "_collector", "_group_idx", "_index", "_medium")
 

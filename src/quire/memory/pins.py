@@ -15,11 +15,6 @@ from quire.memory.results import BlockCopy
 class Pins:
     """Prefixes that are held by name, within a limit.
 
-    Args:
-        arena: arena of the blocks.
-        limit: greatest number of slabs (with one group: blocks) that pinned blocks fill, packed densely. Sequences that
-            would not fit in the rest are refused from the start, so that pins never block a sequence forever.
-
     Invariants: M2 counts pins.
     """
 

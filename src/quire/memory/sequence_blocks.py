@@ -21,35 +21,7 @@ class StateBackup(NamedTuple):
 
 
 class SequenceBlocks:
-    """Block tables and counters of one live sequence.
-
-    Args:
-        chain: tokens of the sequence and their identities.
-        num_groups: number of cache groups.
-        is_publishing: False where full blocks do not enter the prefix index: caching is off, or was reset since.
-
-    Attributes:
-        tables: block table of each group; blocks out of the window are null entries, as are all but the last entry of
-            a recurrent group. Empty while the sequence is swapped out.
-        host_tables: block ids of the host tier while the sequence is swapped out, else None.
-        num_skipped: number of leading null entries of each group.
-        num_slots: number of tokens with a slot.
-        num_computed: number of tokens whose keys and values are stored.
-        num_published: number of leading blocks that are published, or were when they filled.
-        is_publishing: False once a digest of the chain collides; no later block is published.
-        next_publish_at: least `num_computed` at which a block is published, or leaves the window.
-        snapshot_points: lengths at which snapshots of states are taken in addition to the regular ones.
-        branch_points: numbers of blocks after which the next prompt may continue or diverge: the longest possible hit
-            of this prompt, and where it diverged from the tree. Blocks that are read there are not evicted first.
-        opened_on: length of the snapshots that the sequence started from, until a later snapshot of its own supersedes
-            them; else 0.
-        regular_snapshot: length of its last regular snapshots, with the same rule.
-        checkpoint: state backup from before the lookahead slots; None without lookahead slots.
-        tail_is_private: True where the partly filled last block is known to have no other holder and not to be
-            published; only `fork` and `truncate` change it.
-        dirty_from: first block table entry of each group that the data plane does not have yet.
-        is_dirty: True where there is such an entry.
-    """
+    """Block tables and counters of one live sequence."""
 
     __slots__ = (
         "branch_points",

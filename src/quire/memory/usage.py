@@ -116,12 +116,7 @@ def used_fraction(arena: Arena) -> float:
 
 
 def measure(tables: BlockTables, num_merges: int) -> Usage:
-    """Return the use of the tiers.
-
-    Args:
-        tables: block tables of all sequences.
-        num_merges: see `Usage`.
-    """
+    """Return the use of the tiers."""
     arena, host, states = tables.arena, tables.host, tuple(tables.sequences.values())
     on_device = [state for state in states if not state.is_swapped]
     layout, groups = arena.layout, _measure_groups(arena)

@@ -66,11 +66,7 @@ def num_cores(root: Path = ROOT) -> int:
 
 
 class ControlGroups:
-    """The control groups of this process, of version 2 and of version 1.
-
-    Args:
-        root: folder in which `proc` and `sys` are mounted.
-    """
+    """The control groups of this process, of version 2 and of version 1."""
 
     def __init__(self, root: Path) -> None:
         mount = root / "sys/fs/cgroup"

@@ -76,17 +76,7 @@ class Prefaulter:
 
 
 class _Range:
-    """The state of the thread; it holds no reference to the memory.
-
-    Args:
-        address: address of the first byte.
-        num_bytes: size of the memory.
-        block_bytes: size of a block of each cache group.
-        use: use of the cache.
-
-    Attributes:
-        ready: number of leading bytes whose pages were populated.
-    """
+    """The state of the thread; it holds no reference to the memory."""
 
     def __init__(self, address: int, num_bytes: int, block_bytes: Sequence[int], use: CacheUse) -> None:
         self.ready = 0

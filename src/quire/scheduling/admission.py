@@ -36,12 +36,7 @@ class StepBudget:
 
 
 def _check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
-    """Refuse a request that could not fit into an empty cache; beams are assumed to share only the prompt.
-
-    Raises:
-        PromptTooLong: the request can never fit; the error gives the length of a shorter prompt that would, without
-            beams of the longest one.
-    """
+    """Refuse a request that could not fit into an empty cache; beams are assumed to share only the prompt."""
     num_output = request.max_total_tokens - request.num_prompt
     width = request.params.beam_width or 1
 
@@ -64,23 +59,7 @@ def _check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
 
 
 class Admission:
-    """Admission of sequences strictly in order: a sequence that does not fit blocks all later ones, so none starves.
-
-    Args:
-        memory: manager of the KV cache.
-        queues: queues of the scheduler.
-        stats: counters of the scheduler.
-        preemption: preempts running sequences, and swapped samples of a request that no longer fit together.
-        max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: token budget of a step.
-        prefetch: function called for each sequence before its prefix is matched; the sequence waits while it returns
-            False.
-        order: order of the requests, which decides about preemptions by priority.
-        whole_prompts: True without chunked prefill: a sequence waits for a step with the budget for all its tokens.
-
-    Attributes:
-        limit: number of a step's `max_num_seqs` slots up to which sequences are admitted to it; 0 admits none.
-    """
+    """Admission of sequences strictly in order: a sequence that does not fit blocks all later ones, so none starves."""
 
     def __init__(
         self,
@@ -107,13 +86,7 @@ class Admission:
         self.limit = max_num_seqs
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never be admitted.
-
-        Raises:
-            InvalidParameter: it has more samples or beams than can run at once.
-            PromptTooLong: it does not fit even an empty KV cache, or a step that must compute it whole.
-            ValueError: its prompt leaves no room within its own `max_total_tokens`.
-        """
+        """Refuse a request that could never be admitted."""
         params = request.params
         if not 0 < request.num_prompt < request.max_total_tokens:
             raise ValueError(f"{request.num_prompt} prompt tokens leave no room within {request.max_total_tokens}")
@@ -139,10 +112,6 @@ class Admission:
         """Preempt running sequences of a lower priority if the first waiting or swapped sequence lacks memory.
 
         No sequence is preempted if the memory of all of them would not be enough.
-
-        Returns:
-            True where some were preempted. The next step then admits the first sequence, if at least one token of the
-            budget is left and running sequences get no more blocks than they need for their present tokens.
         """
         first = self._queues.first_not_running() if self._order.has_priorities and self.limit else None
         has_preempted = False
@@ -177,12 +146,7 @@ class Admission:
         return memory.capacity.would_release([s.seq_id for s in lower]).freed_bytes >= lacking_bytes
 
     def admit_waiting(self, scheduled: dict[Sequence, int], num_tokens: int) -> None:
-        """Admit waiting and swapped sequences, in order, until tokens, slots or memory run out.
-
-        Args:
-            scheduled: sequence -> number of its tokens in this step; admitted sequences are added.
-            num_tokens: number of tokens left in the budget, at least one.
-        """
+        """Admit waiting and swapped sequences, in order, until tokens, slots or memory run out."""
         budget = self._budget_left(scheduled, num_tokens)
         if self.limit < self._max_num_seqs:
             budget.num_slots = min(budget.num_slots, self.limit - sum(map(slots_needed, self._queues.running)))
@@ -195,13 +159,7 @@ class Admission:
                 break
 
     def _budget_left(self, scheduled: dict[Sequence, int], num_tokens: int, min_pending: int = 2) -> StepBudget:
-        """Return the tokens, slots and blocks that running sequences leave for admissions.
-
-        Args:
-            scheduled, num_tokens: see `admit_waiting`.
-            min_pending: least number of pending tokens of a running sequence that still needs blocks: 2 after all
-                decoding sequences got their slots, 1 before.
-        """
+        """Return the tokens, slots and blocks that running sequences leave for admissions."""
         running = [*self._queues.running, *self._queues.held]
         num_slots = self._max_num_seqs - sum(map(slots_needed, running))
         budget = StepBudget(scheduled, num_tokens, num_slots, [0] * len(self._memory.groups))

@@ -203,12 +203,7 @@ class AsyncScheduler(Scheduler):
             self._queues.release_held()
 
     def _may_draft(self, tick: int, in_flight: StepPlan, *, knows_rests: bool) -> bool:
-        """Return whether the step in flight has drafts, or the next one may have: these follow tokens not read yet.
-
-        Args:
-            tick, in_flight: see `plan_ahead`.
-            knows_rests: True where its sequences are known to get no drafts in the next step; see `DecodeRun`.
-        """
+        """Return whether the step in flight has drafts, or the next one may have: these follow tokens not read yet."""
         drafter, items = self.drafter, in_flight.items
         if not isinstance(drafter, AdaptiveDrafter) or drafter.is_model:
             return True
@@ -236,12 +231,7 @@ class AsyncScheduler(Scheduler):
         return drafter.resumes_at(sequence) if has_drafts else inf
 
     def _split(self, items: Iterable[ScheduledSequence], is_pending: Callable[[int], bool] | None) -> SplitStep:
-        """Divide the sequences of the step in flight into those that go on and those that are left out.
-
-        Args:
-            items: items of that step.
-            is_pending: says whether a sequence has a snapshot to be taken; None where there are none.
-        """
+        """Divide the sequences of the step in flight into those that go on and those that are left out."""
         split = SplitStep([], [], [], [], 0)
         num_waiting = 0
         for item in items:
@@ -278,14 +268,7 @@ class AsyncScheduler(Scheduler):
     def _plan_with_placeholders(
         self, tick: int, going: list[Sequence], counts: list[int], drawn: list[list[int]]
     ) -> StepPlan | None:
-        """Plan a step as if the one in flight had ended.
-
-        Args:
-            tick: number of the plan.
-            going: sequences of the step in flight that go on.
-            counts: their numbers of tokens in it.
-            drawn: tokens of those of them for which it draws one.
-        """
+        """Plan a step as if the one in flight had ended."""
         for sequence, count in zip(going, counts, strict=True):
             sequence.num_computed += count
         for tokens in drawn:
@@ -306,13 +289,6 @@ class AsyncScheduler(Scheduler):
         """Plan a step of all running sequences, of each of which the step in flight draws the next token.
 
         It is the plan that `_plan_with_placeholders` makes, in fewer loops.
-
-        Args:
-            tick: number of the plan.
-            going: the sequences.
-            seq_ids: their ids, in a list that nobody changes.
-            starts: their numbers of tokens, without the next one.
-            num_steps: see `DecodeRun`; 0 where the next plan has to look at each sequence.
         """
         num_served = self.memory.append_slots(seq_ids)
         self._is_short = num_served < len(going)

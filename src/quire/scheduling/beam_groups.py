@@ -50,12 +50,7 @@ def slots_needed(sequence: Sequence) -> int:
 
 
 def beam_groups_of(scheduled: Iterable[Sequence], num_samples: Iterable[int]) -> tuple[BeamGroup, ...]:
-    """Return the beam groups of a step.
-
-    Args:
-        scheduled: sequences of the step; the beams of a search are adjacent.
-        num_samples: number of tokens to draw for each sequence; 0 for a prompt that does not end in the step.
-    """
+    """Return the beam groups of a step."""
     groups: dict[str, list[Sequence]] = {}
     for sequence, count in zip(scheduled, num_samples, strict=True):
         if count and sequence.request.search is not None:

@@ -16,17 +16,7 @@ Proposals = dict[Sequence, tuple[int, ...]]
 
 
 class DraftSlots:
-    """Reservation and rollback of the slots of drafts.
-
-    Args:
-        memory: manager of the KV cache.
-        drafter: drafter that proposes tokens; None disables drafts.
-        stats: counters of the scheduler.
-        queues: queues of the scheduler.
-
-    Attributes:
-        drafter: drafter in use; may be replaced between two steps.
-    """
+    """Reservation and rollback of the slots of drafts."""
 
     __slots__ = ("_later_blocks", "_later_states", "_memory", "_queues", "_stats", "drafter")
 
@@ -40,12 +30,7 @@ class DraftSlots:
         self._later_states: list[int] = []
 
     def propose(self, pending_counts: list[int], spare: int) -> Proposals:
-        """Let the drafter propose tokens for the running sequences that decode; return those of each that has any.
-
-        Args:
-            pending_counts: numbers of tokens to compute of all running sequences, in order.
-            spare: number of prompt tokens that the budget leaves.
-        """
+        """Let the drafter propose tokens for the running sequences that decode; return those of each that has any."""
         assert self.drafter is not None
         propose, proposals, running = self.drafter.propose, Proposals(), self._queues.running
         for sequence, pending in zip(running, pending_counts, strict=True):
@@ -69,12 +54,6 @@ class DraftSlots:
 
         0, without slots, where there is no room for a draft. Drafts never cause a preemption, and never go past the
         next snapshot of a state.
-
-        Args:
-            sequence: sequence at a position.
-            position: its position among the running sequences; they are those of `propose`, but for preempted ones.
-            draft: the tokens that were proposed.
-            spare: number of rows that the budget leaves.
         """
         memory, seq_id = self._memory, sequence.seq_id
         draft = draft[: max(spare, 0)]
@@ -95,12 +74,7 @@ class DraftSlots:
         return [num_states if group.is_recurrent else num_blocks for group in self._memory.groups]
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Commit the accepted drafts and roll back the rest; recurrent states are restored from before the step.
-
-        Args:
-            sequence: sequence whose drafts were verified; its new tokens are appended already.
-            num_tokens: number of computed tokens to keep.
-        """
+        """Commit the accepted drafts and roll back the rest; recurrent states are restored from before the step."""
         memory, seq_id, num_drafted = self._memory, sequence.seq_id, len(sequence.draft)
         end = sequence.num_computed + 1 + num_drafted
         num_accepted = num_tokens - sequence.num_computed - 1

@@ -19,12 +19,7 @@ SequenceEvent = tuple[int, Sequence, Append | Finish | Fail, int]
 
 
 class SequenceEdits:
-    """Applies the edits of strategies, and ends sequences.
-
-    Args:
-        registry: unfinished requests and sequences.
-        drafts: slots of drafts, which a `Truncate` commits; holds the drafter, which forgets ended sequences.
-    """
+    """Applies the edits of strategies, and ends sequences."""
 
     __slots__ = ("_drafts", "_registry")
 
@@ -35,14 +30,7 @@ class SequenceEdits:
     def apply(
         self, idx: int, sequence: Sequence, token_ids: Seq[int], edits: Iterable[Edit | BeamEdit]
     ) -> list[SequenceEvent]:
-        """Apply edits to a request's sequences one by one (`edits` may be lazy); return the events in order.
-
-        Args:
-            idx: index of the item, or of the beam group, in the step.
-            sequence: sequence of the item, or first beam of the group.
-            token_ids: tokens that the edits append.
-            edits: edits that the request's strategy returned for these tokens.
-        """
+        """Apply edits to a request's sequences one by one (`edits` may be lazy); return the events in order."""
         events: list[SequenceEvent] = []
         samples = sequence.request.sequences
         for edit in edits:

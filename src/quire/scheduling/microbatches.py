@@ -50,9 +50,6 @@ class MicrobatchScheduler(Scheduler):
         """Fill the pipeline; return the oldest plan in flight, whose results are to be applied before the next call.
 
         Some of its sequences may have ended since it was made.
-
-        Args:
-            tick: number that the plan is returned with.
         """
         self.new_plans = []
         while len(self._in_flight) < self._num_microbatches:
@@ -85,14 +82,7 @@ class MicrobatchScheduler(Scheduler):
         return self._plan_within(in_flight, self.max_num_seqs, self.max_num_seqs)
 
     def _plan_within(self, in_flight: set[Request], num_running: int, num_admitted: int) -> StepPlan:
-        """Plan a step of requests that are not in flight; at least one whole request.
-
-        Args:
-            in_flight: requests in flight.
-            num_running: greatest number of running sequences of the step.
-            num_admitted: number of sequences up to which more are admitted, the first of which may exceed it; no
-                sequence is admitted while running ones are left out.
-        """
+        """Plan a step of requests that are not in flight; at least one whole request."""
         queues, running = self._queues, self.running
         free = [sequence for sequence in running if sequence.request not in in_flight]
         end = _end_of_requests(free, num_running)

@@ -23,13 +23,6 @@ class Order:
     body) have turns `FLOW_STRIDE` apart, but at most `MAX_FLOW_DELAY` after their arrival. Under the policy "priority",
     one priority level counts as `aging` turns. So for each level by which their priority value is lower, at most
     `aging` later requests overtake a request, and no request starves.
-
-    Args:
-        policy: "fcfs" or "priority".
-        aging: number of requests that a level of priority counts as.
-
-    Attributes:
-        has_priorities: True under the policy "priority".
     """
 
     def __init__(self, policy: str, aging: int) -> None:

@@ -15,18 +15,7 @@ _WITHOUT_TAIL = frozenset({FinishReason.ERROR, FinishReason.DROPPED})
 
 
 class SequenceRegistry:
-    """Unfinished requests and sequences.
-
-    Args:
-        memory: manager of the KV cache.
-        queues: queues of the scheduler.
-        order: order of the requests in the queues.
-
-    Attributes:
-        requests: unfinished requests by id.
-        sequences: unfinished sequences by id.
-        num_searches: number of unfinished beam searches.
-    """
+    """Unfinished requests and sequences."""
 
     def __init__(self, memory: KVCacheManager, queues: Queues, order: Order) -> None:
         self.requests: dict[str, Request] = {}

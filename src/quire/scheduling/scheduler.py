@@ -271,12 +271,7 @@ class Scheduler:
     # ---- parts of a plan ----
 
     def _schedule_running(self, *, leaves_room: bool = False) -> tuple[dict[Sequence, int], int]:
-        """Append slots to running sequences, in order; return their numbers of tokens, and the rest of the budget.
-
-        Args:
-            leaves_room: True where others were preempted for a sequence of a higher priority. A token of the budget is
-                left for it then, and no drafts take the blocks that were freed.
-        """
+        """Append slots to running sequences, in order; return their numbers of tokens, and the rest of the budget."""
         running, memory = self.running, self.memory
         pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
         num_decoding = pending_counts.count(1)
@@ -317,13 +312,7 @@ class Scheduler:
         return scheduled, spare + leaves_room
 
     def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
-        """Append `count` slots to each sequence of a group, where needed after preempting sequences not scheduled yet.
-
-        Returns:
-            Number of slots of each sequence. 0 when no sequence is left to preempt: the group keeps its blocks and is
-            not in this step. For the first group in order, a chunk that is too long for a window's pool is halved until
-            it fits, so some sequence always advances.
-        """
+        """Append `count` slots to each sequence of a group, where needed after preempting sequences not scheduled yet."""
         while count and not append_to_group(self.memory, group, count):
             unscheduled = self.running[position + len(group) :]
             if unscheduled:

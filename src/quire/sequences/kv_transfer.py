@@ -42,11 +42,7 @@ class KVTransferParams:
 
 
 def read_extra_args(value: object) -> Mapping[str, Any] | None:
-    """Return checked extra arguments of a request: `kv_transfer_params` is the only one.
-
-    Raises:
-        InvalidParameter: naming the field.
-    """
+    """Return checked extra arguments of a request: `kv_transfer_params` is the only one."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or value.keys() - {NAME}:
@@ -56,11 +52,7 @@ def read_extra_args(value: object) -> Mapping[str, Any] | None:
 
 
 def read_kv_transfer_params(value: object) -> KVTransferParams:
-    """Return checked parameters of a hand-over.
-
-    Raises:
-        InvalidParameter: naming the field.
-    """
+    """Return checked parameters of a hand-over."""
     if isinstance(value, KVTransferParams):
         return value
     names = [item.name for item in fields(KVTransferParams)]

@@ -362,14 +362,7 @@ def _check_kind(kind: object) -> None:
 
 
 def _check_beams(params: SamplingParams) -> float:
-    """Check the parameters of a beam search, and refuse sampling parameters that it would ignore.
-
-    Args:
-        params: parameters; all others are checked already.
-
-    Returns:
-        The length penalty as a float.
-    """
+    """Check the parameters of a beam search, and refuse sampling parameters that it would ignore."""
     length_penalty = number("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if params.early_stopping != "never" and not isinstance(params.early_stopping, bool):
         raise InvalidParameter("early_stopping", params.early_stopping, 'true, false or "never"')

@@ -121,11 +121,7 @@ StructuredOutputsParams = StructuredOutputs
 
 
 def structured_outputs(value: object) -> StructuredOutputs | None:
-    """Return structured outputs from an instance or from a mapping of its fields.
-
-    Raises:
-        InvalidParameter: the value is neither of them, or a field is not allowed.
-    """
+    """Return structured outputs from an instance or from a mapping of its fields."""
     if value is None or isinstance(value, StructuredOutputs):
         return value
     names = [item.name for item in fields(StructuredOutputs)]

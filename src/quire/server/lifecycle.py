@@ -152,15 +152,7 @@ async def run_http(
     tracer: RequestTracer | None,
     on_start: Callable[[Shutdown], list[asyncio.Task[None]]],
 ) -> None:
-    """Serve HTTP until a shutdown ends.
-
-    Args:
-        state: state of the server.
-        listener: bound socket; closed at the end.
-        max_connections: maximum number of connections.
-        tracer: maker of the requests' spans, None without tracing.
-        on_start: function that is called once connections are accepted; returns further tasks of the server.
-    """
+    """Serve HTTP until a shutdown ends."""
     http = await start_http(build_app(state, tracer), state.config, listener, max_connections)
     shutdown = Shutdown(state, http)
     tasks = [http.accepting, http.watching, asyncio.create_task(_end_when_dead(state, shutdown))]
@@ -202,12 +194,7 @@ async def _end_when_dead(state: ServerState, shutdown: Shutdown) -> None:
 
 
 class Shutdown:
-    """The shutdown of the server: the first signal drains it, the second one ends the process.
-
-    Args:
-        state: state of the server.
-        http: server that accepts connections.
-    """
+    """The shutdown of the server: the first signal drains it, the second one ends the process."""
 
     def __init__(self, state: ServerState, http: HttpServer) -> None:
         self._state = state

@@ -51,11 +51,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        QuireError: an option is refused, or the prompts do not fit the engine.
-    """
+    """Run the command."""
     given = given_shape(args)
     if args.workload is not None and given:
         flag = "--" + next(iter(given)).replace("_", "-")
@@ -87,11 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fit(args: argparse.Namespace, given: dict[str, Any]) -> int:
-    """Measure steps, fit their times, and write them to a file.
-
-    Raises:
-        QuireError: an option is refused, or the file cannot be written.
-    """
+    """Measure steps, fit their times, and write them to a file."""
     other = next((name for name, value in {"workload": args.workload, "profile": args.profile}.items() if value), None)
     other = other or next(iter(given), None)
     if other is not None:

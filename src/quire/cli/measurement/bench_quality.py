@@ -49,11 +49,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        QuireError: an option, a model or the text is refused.
-    """
+    """Run the command."""
     options = checked_engine_options(args)
 
     from quire.config import EngineConfig

@@ -154,11 +154,7 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        QuireError: an option, a file or a line of the trace is wrong.
-    """
+    """Run the command."""
     from quire.cli.measurement.simulate_output import comparison_lines, figures_of, found_lines, report_lines
 
     level = NO_LIMITS if args.slo is None else ServiceLevel.parse(args.slo)
@@ -312,11 +308,7 @@ def _find(
 
 
 def _variants(compared: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the changes of each variant of --compare, by its name; all combinations where there are several options.
-
-    Raises:
-        ConfigError: an option cannot be compared, is named twice, or a value cannot be read.
-    """
+    """Return the changes of each variant of --compare, by its name; all combinations where there are several options."""
     axes: dict[str, dict[str, Any]] = {}
     for text in compared:
         short, sign, values = text.partition("=")

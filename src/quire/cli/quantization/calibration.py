@@ -27,17 +27,6 @@ class ObservedLinear:
     """A linear layer that accumulates the Gram matrix of its inputs.
 
     It is called twice for each step: with its inputs in the original model, then with those in the quantised one.
-
-    Args:
-        linear: the layer.
-        width: K.
-        is_paired: False if the rows of the two calls are not those of the same tokens, as with experts: the inputs in
-            the original model are then ignored.
-
-    Attributes:
-        is_paired: the argument of this name.
-        gram: X'.T @ X' of all rows X' in the quantised model, float32 [K, K].
-        cross: X.T @ X', where X are the same rows in the original model.
     """
 
     def __init__(self, linear: Linear, width: int, is_paired: bool) -> None:
@@ -61,17 +50,7 @@ class ObservedLinear:
 
 
 class ObservingOps:
-    """A backend whose linear layers are observed if their weight has a name.
-
-    Args:
-        ops: backend to which everything else is delegated.
-
-    Attributes:
-        name_of_weight: name of the weight that is being loaded; None if it is not observed.
-        is_paired: see `ObservedLinear`.
-        linears: observed layers by the name of their weight: one layer, a second one with the same inputs if there are
-            gates, or one per expert.
-    """
+    """A backend whose linear layers are observed if their weight has a name."""
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
@@ -102,17 +81,7 @@ class ObservingOps:
 
 
 class Calibration:
-    """The hidden states of a text before a layer, and the layers after it.
-
-    Args:
-        spec: the model, each of whose layers depends on the hidden states alone.
-        weight_map: decoder weight -> names of the checkpoint's tensors.
-        reader: reader of the checkpoint's tensors.
-        sequences: token ids of the text's sequences.
-
-    Raises:
-        UnsupportedModel: layers depend on more than the hidden states.
-    """
+    """The hidden states of a text before a layer, and the layers after it."""
 
     def __init__(
         self, spec: ModelSpec, weight_map: WeightMap, reader: TensorReader, sequences: Sequence[Sequence[int]]
@@ -138,16 +107,7 @@ class Calibration:
     def quantize_layer(
         self, idx: int, weights: Mapping[str, tuple[str, ...]], scheme: Scheme
     ) -> Iterator[tuple[str, QuantizedMatrix]]:
-        """Quantise a layer for its inputs; the outputs of the quantised layer become the inputs of the next one.
-
-        Args:
-            idx: index of the layer; all layers before it are quantised.
-            weights: decoder weight to quantise -> names of its tensors.
-            scheme: form of the codes.
-
-        Yields:
-            Names of tensors, and their quantised matrices.
-        """
+        """Quantise a layer for its inputs; the outputs of the quantised layer become the inputs of the next one."""
         ops = ObservingOps(make_ops(CPU))
         here = {name: sources for name, sources in weights.items() if name.startswith(f"layers.{idx}.")}
         self._hidden = self._observe(self._layer(idx, ops, here, {}))

@@ -19,16 +19,6 @@ def read_sequences(folder: Path, file: Path | None, max_tokens: int, max_length:
     """Read a text as sequences of tokens: each line is a document, and long ones are divided.
 
     In a file of JSON lines, a document is an object with `text`, or with `messages`, which the chat template renders.
-
-    Args:
-        folder: folder of the model's tokenizer.
-        file: file of the text; None for the bundled text.
-        max_tokens: maximum number of tokens of all sequences together.
-        max_length: maximum number of tokens of a sequence.
-
-    Raises:
-        CheckpointError: the folder has no supported tokenizer.
-        ConfigError: the file cannot be read, has no text, or has a malformed line.
     """
     path = bundled_text(BUNDLED_TEXT) if file is None else file
     tokenizer = Tokenizer.from_folder(folder)

@@ -23,12 +23,7 @@ CONFIG_FILE: Final = "config.json"
 
 
 def quantization_config(scheme: Scheme, plain_layers: Iterable[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of a checkpoint.
-
-    Args:
-        scheme: scheme of the quantised linear layers.
-        plain_layers: names of linear layers that are not quantised.
-    """
+    """Return the `quantization_config` of a checkpoint."""
     layout = "pack-quantized" if scheme.bits == 4 else "int-quantized"
     weights = {
         "num_bits": scheme.bits,
@@ -75,25 +70,13 @@ def pack(matrix: QuantizedMatrix, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def pack_columns(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes into 32-bit words, the first column in the lowest bits.
-
-    Args:
-        codes: uint8 [N, K].
-
-    Returns:
-        int32 [N, ceil(K / 8)].
-    """
+    """Pack 4-bit codes into 32-bit words, the first column in the lowest bits."""
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
     return (padded[:, ::2] | padded[:, 1::2] << 4).view(torch.int32)
 
 
 class FolderWriter:
-    """Writes a checkpoint folder, tensor by tensor.
-
-    Args:
-        folder: folder to create.
-        shard_bytes: number of bytes after which a new file begins.
-    """
+    """Writes a checkpoint folder, tensor by tensor."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         folder.mkdir()

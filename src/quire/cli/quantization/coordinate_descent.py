@@ -23,14 +23,7 @@ SWEEPS: Final = 6
 
 
 def quantize(weight: Tensor, gram: Tensor, cross: Tensor, scheme: Scheme) -> QuantizedMatrix:
-    """Quantise a weight for the inputs of its layer.
-
-    Args:
-        weight: float32 [N, K].
-        gram: X'.T @ X', float32 [K, K]; zeros for a layer without inputs.
-        cross: X.T @ X', float32 [K, K].
-        scheme: form of the codes; its groups divide K.
-    """
+    """Quantise a weight for the inputs of its layer."""
     mean = gram.diagonal().mean()
     damping = torch.eye(len(gram)) * (DAMPING * mean if mean > 0 else 1.0)
     gram, cross = gram + damping, cross + damping
@@ -50,24 +43,14 @@ def quantize(weight: Tensor, gram: Tensor, cross: Tensor, scheme: Scheme) -> Qua
 
 
 class _Group:
-    """The codes of one group of all rows, transposed.
-
-    Args:
-        codes: [N, G], integers.
-        factors: scales and zero points [N].
-        slopes: half of the negative gradient with respect to the values, [N, G].
-    """
+    """The codes of one group of all rows, transposed."""
 
     def __init__(self, codes: Tensor, factors: Factors, slopes: Tensor) -> None:
         self.codes, self.factors = codes.t().contiguous(), factors
         self._slopes = slopes.t().contiguous()
 
     def improve(self, gram: Tensor, scheme: Scheme) -> Tensor:
-        """Set the scales, then each code, to their optima, and return the change of the values, [N, G].
-
-        Args:
-            gram: the group's part of the matrix, [G, G].
-        """
+        """Set the scales, then each code, to their optima, and return the change of the values, [N, G]."""
         levels = self.codes - self.factors.zero_points
         before = levels * self.factors.scales.float()
         curvature = (gram @ levels).mul_(levels).sum(0)

@@ -22,12 +22,7 @@ TRIALS: Final = tuple(step / 4 for step in range(-4, 5))
 
 
 def pack_rows(kind: TensorType, values: Tensor) -> Tensor:
-    """Return the rows of a tensor in a block type, uint8 [N, bytes of a row].
-
-    Args:
-        kind: F32, F16, BF16, or a type of `PACKERS`, whose block size divides K.
-        values: [N, K].
-    """
+    """Return the rows of a tensor in a block type, uint8 [N, bytes of a row]."""
     if kind.id in PLAIN_DTYPES:
         return values.to(PLAIN_DTYPES[kind.id]).contiguous().view(torch.uint8)
     num_rows, width = values.shape

@@ -44,14 +44,7 @@ SMALLER: Final = {types.Q4_K: types.Q5_0, types.Q5_K: types.Q5_1, types.Q6_K: ty
 
 
 def type_of(name: str, shape: tuple[int, ...], form: str, spec: ModelSpec) -> TensorType:
-    """Return the type of a tensor.
-
-    Args:
-        name: name in the file.
-        shape: shape of the tensor.
-        form: one of `FORMS`.
-        spec: the model.
-    """
+    """Return the type of a tensor."""
     if len(shape) == 1:
         return types.F32
     kind, _ = FORMS[form]
@@ -82,20 +75,7 @@ def write_gguf(
     form: str,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Write a checkpoint as a GGUF file, with its tokenizer.
-
-    Args:
-        checkpoint: the model's files.
-        spec, weight_map: the model, and the names of its tensors.
-        out: path of the file.
-        form: one of `FORMS`.
-        progress: callback with the number of bytes written so far, and of all tensors.
-
-    Raises:
-        UnsupportedModel: the family, an option of it, or the tokenizer cannot be written.
-        CheckpointError: a tensor or the tokenizer is missing or invalid.
-        ConfigError: the output exists or cannot be written.
-    """
+    """Write a checkpoint as a GGUF file, with its tokenizer."""
     source = PlainTensors(checkpoint)
     layout = GGUFLayout(str(checkpoint.config["architectures"][0]), spec)
     names = [name for sources in weight_map.values() for name in sources]

@@ -41,12 +41,7 @@ class TensorPlan(NamedTuple):
 
 
 def encode_header(fields: Mapping[str, FieldValue], tensors: Sequence[TensorPlan]) -> bytes:
-    """Return the header of a file, up to the first byte of the first tensor.
-
-    Args:
-        fields: metadata by key; integers are written as uint32, those in lists as int32.
-        tensors: tensors in file order, each followed by its padding.
-    """
+    """Return the header of a file, up to the first byte of the first tensor."""
     parts = [MAGIC, U32.pack(3), U64.pack(len(tensors)), U64.pack(len(fields))]
     for name, value in fields.items():
         kind, content = _encode(value)

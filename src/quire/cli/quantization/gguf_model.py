@@ -34,19 +34,7 @@ _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 class GGUFLayout:
-    """The fields and tensors of a model in a GGUF file.
-
-    Args:
-        family: name of the family in the checkpoint's configuration.
-        spec: the model.
-
-    Attributes:
-        fields: metadata of the architecture, without the tokenizer.
-        factors: wavelength factors of Llama 3's RoPE scaling, float32 [D / 2]; None for other rotary embeddings.
-
-    Raises:
-        UnsupportedModel: the family, or an option of the model, cannot be written.
-    """
+    """The fields and tensors of a model in a GGUF file."""
 
     def __init__(self, family: str, spec: ModelSpec) -> None:
         if family not in WRITTEN:
@@ -105,15 +93,7 @@ class GGUFLayout:
         return tensor if order is None else _inverse(order, tensor)
 
     def check(self, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Parse fields and shapes as they will be parsed from the file, and compare with the model.
-
-        Args:
-            spec: the model.
-            shapes: shapes by names in the file.
-
-        Raises:
-            UnsupportedModel: the parsed model would differ.
-        """
+        """Parse fields and shapes as they will be parsed from the file, and compare with the model."""
         fields = {
             name: struct.unpack("<f", struct.pack("<f", value))[0] if isinstance(value, float) else value
             for name, value in self.fields.items()

@@ -31,16 +31,7 @@ TEXTS: Final = (
 
 
 def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> dict[str, FieldValue]:
-    """Return the fields of a tokenizer.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        vocab_size: number of rows of the model's embedding.
-        end_token_ids: tokens that end a generation.
-
-    Raises:
-        UnsupportedModel: the tokenizer is of another kind, or would be read as a different one.
-    """
+    """Return the fields of a tokenizer."""
     stored = json.loads(tokenizer.to_json())
     model, eos = stored["model"], tokenizer.eos_token_id
     ends = [*dict.fromkeys((*([] if eos is None else [eos]), *end_token_ids))]
@@ -94,11 +85,7 @@ def _tokens(stored: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list
 
 
 def _division(stored: Mapping[str, Any]) -> str:
-    """Return GGUF's name of the pre-tokenizer.
-
-    Raises:
-        UnsupportedModel: the pre-tokenizer has no name in GGUF.
-    """
+    """Return GGUF's name of the pre-tokenizer."""
     steps = [*_steps(stored["pre_tokenizer"])]
     patterns = tuple(step["pattern"].get("Regex") for step in steps if step["type"] == "Split")
     division = PreTokenizer(
@@ -138,11 +125,7 @@ def _steps(component: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
 
 
 def _check(tokenizer: Tokenizer, fields: Mapping[str, FieldValue]) -> None:
-    """Compare the tokenizer that is built from the fields with the model's own.
-
-    Raises:
-        UnsupportedModel: a sample text has different tokens.
-    """
+    """Compare the tokenizer that is built from the fields with the model's own."""
     try:
         other = Tokenizer.from_files(read_gguf_tokenizer(Path("the file"), fields))
     except QuireError as error:

@@ -16,15 +16,7 @@ MODULES: Final = frozenset({"qkv", "q", "output", "gate_up", "down", "input"})
 
 
 def linear_weights(weight_map: WeightMap, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, ...]]:
-    """Return the decoder's weights that are quantised, and the tensor names of each.
-
-    Args:
-        weight_map: decoder weight -> names of the checkpoint's tensors.
-        tensors: headers of the checkpoint's tensors.
-
-    Raises:
-        UnsupportedModel: a weight is not stored as a separate matrix (experts in one tensor).
-    """
+    """Return the decoder's weights that are quantised, and the tensor names of each."""
     found = {}
     for name, sources in weight_map.items():
         place, _, kind = name.rpartition(".")
@@ -41,16 +33,7 @@ def linear_weights(weight_map: WeightMap, tensors: Mapping[str, StoredTensor]) -
 
 
 def check_groups(tensors: Mapping[str, StoredTensor], names: list[str], group_size: int | None) -> None:
-    """Refuse matrices that are already quantised, and a group size that does not divide the inputs of a layer.
-
-    Args:
-        tensors: headers of the checkpoint's tensors.
-        names: names of the matrices.
-        group_size: number of inputs that share a scale; None for all inputs of a layer.
-
-    Raises:
-        ConfigError: a group size does not divide; the error names the layer and the allowed sizes.
-    """
+    """Refuse matrices that are already quantised, and a group size that does not divide the inputs of a layer."""
     widths = {name: tensors[name].shape[1] for name in names}
     for name, width in widths.items():
         if tensors[name].dtype not in PLAIN:

@@ -17,13 +17,6 @@ def new_output(path: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a temporary path for a new file or folder, which is moved to `path` at the end.
 
     An exception deletes the incomplete output.
-
-    Args:
-        path: path that does not exist, in an existing folder.
-        num_bytes: number of bytes that will be written.
-
-    Raises:
-        ConfigError: the path exists, its folder cannot be written to, or the disk has too little space.
     """
     _check_absent(path)
     try:

@@ -21,17 +21,7 @@ CPU: Final = torch.device("cpu")
 def run_sequences(
     decoder: Decoder, input_ids: Tensor, lengths: Sequence[int], embeddings: Tensor | None = None
 ) -> Tensor:
-    """Run a decoder over sequences from their first tokens.
-
-    Args:
-        decoder: decoder on the CPU.
-        input_ids: int64 [T], tokens of all sequences, concatenated.
-        lengths: number of tokens of each sequence, at least 1.
-        embeddings: hidden states [T, E] to use instead of the tokens' embeddings; None for the embeddings.
-
-    Returns:
-        Hidden states before the final norm, [T, E].
-    """
+    """Run a decoder over sequences from their first tokens."""
     starts = list(accumulate(lengths, initial=0))
     num_blocks = [-(-length // BLOCK_SIZE) for length in lengths]
     caches = [group.cache for group in decoder.cache_groups]

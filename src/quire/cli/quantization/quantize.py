@@ -60,19 +60,7 @@ class QuantizeOptions:
 def quantize(
     model: str, out: Path, options: QuantizeOptions, revision: str | None = None, progress: Progress | None = None
 ) -> None:
-    """Quantise a checkpoint, and write the result.
-
-    Args:
-        model, revision: see `Checkpoint.open`; the checkpoint is of 16 or 32 bits.
-        out: path of the folder or file to create.
-        options: form of the output.
-        progress: callback for the progress.
-
-    Raises:
-        ConfigError: an option cannot be honoured, the output exists or cannot be written.
-        UnsupportedModel: no family implements the architecture, or it cannot be written in this form.
-        CheckpointError: a file, a field or a tensor is missing or invalid.
-    """
+    """Quantise a checkpoint, and write the result."""
     checkpoint = Checkpoint.open(model, revision)
     if checkpoint.gguf_fields is not None or any(checkpoint.config.get(name) for name in FIELDS):
         raise ConfigError(f"model {model!r} is stored as GGUF or quantised already; name the original", field="model")
@@ -86,14 +74,7 @@ def quantize(
 
 
 class _FolderJob:
-    """Writes a folder in compressed-tensors format.
-
-    Args:
-        checkpoint: the model's files.
-        spec, weight_map: the model, and the names of its tensors.
-        options: form of the output.
-        progress: callback for the progress.
-    """
+    """Writes a folder in compressed-tensors format."""
 
     def __init__(
         self,

@@ -78,13 +78,7 @@ class QuantizedMatrix(NamedTuple):
 
 
 def fit(values: Tensor, scheme: Scheme, shrinks: Sequence[float] = (1.0,), importance: Tensor | None = None) -> Factors:
-    """Return the factors of groups.
-
-    Args:
-        values: float32 [..., G].
-        shrinks: candidate factors of a group's range, of which the one with the least squared error is taken.
-        importance: [..., G] or [G], weights of squared errors; None for equal ones.
-    """
+    """Return the factors of groups."""
     best, best_errors = _factors(values, scheme, shrinks[0]), None
     if len(shrinks) == 1:
         return best
@@ -102,11 +96,7 @@ def fit(values: Tensor, scheme: Scheme, shrinks: Sequence[float] = (1.0,), impor
 
 
 def round_to_nearest(weight: Tensor, scheme: Scheme) -> QuantizedMatrix:
-    """Round each value to the nearest code of its group; the range of a group is that of its values.
-
-    Args:
-        weight: float32 [N, K]; K is a multiple of the group size.
-    """
+    """Round each value to the nearest code of its group; the range of a group is that of its values."""
     groups = weight.view(len(weight), -1, scheme.group_size or weight.shape[1])
     factors = fit(groups, scheme)
     return QuantizedMatrix(factors.codes(groups, scheme).to(torch.uint8).view(weight.shape), factors)

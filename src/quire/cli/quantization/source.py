@@ -12,17 +12,7 @@ from quire.models.loading.weights import check_finite
 
 
 class PlainTensors:
-    """Reads tensors of 16 and 32 bits, one at a time.
-
-    Args:
-        checkpoint: the model's files.
-
-    Attributes:
-        reader: reader of the tensors.
-
-    Raises:
-        CheckpointError: a tensor is stored in another dtype.
-    """
+    """Reads tensors of 16 and 32 bits, one at a time."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -31,12 +21,7 @@ class PlainTensors:
             self.reader.shape(name, "a copy")
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a copy of a tensor.
-
-        Raises:
-            CheckpointError: the tensor has infinite or NaN values.
-            ConfigError: the tensor has values outside of the range of float16, which was requested.
-        """
+        """Return a copy of a tensor."""
         tensor = self.reader.read(name)
         assert isinstance(tensor, Tensor)
         check_finite(self._checkpoint, name, tensor)

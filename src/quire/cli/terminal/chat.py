@@ -54,11 +54,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        QuireError: an option or parameter is refused; with piped input also a refused question or command.
-    """
+    """Run the command."""
     given = sampling_options(args) | structured_options(args)
     check_chat_parameters(given)
     SamplingParams(**given)  # validates the parameters before a model is loaded
@@ -109,11 +105,7 @@ def talk(llm: LLM, conversation: Conversation) -> None:
 
 
 def handle(conversation: Conversation, line: str) -> bool:
-    """Run a command, or answer a question; return False where the command ends the conversation.
-
-    Raises:
-        RequestError: the command or the question is refused; the conversation stays as it was.
-    """
+    """Run a command, or answer a question; return False where the command ends the conversation."""
     if not line.startswith("/") or line.startswith("//"):
         conversation.ask(line.removeprefix("/") if line.startswith("//") else line)
         return True
@@ -142,12 +134,7 @@ def handle(conversation: Conversation, line: str) -> bool:
 
 
 def _with_further_lines(line: str, read: Callable[[], str]) -> str:
-    """Return a line; one that begins with three quotes with all further ones up to the next three.
-
-    Args:
-        line: first line.
-        read: function that returns the next line, or ends the text as its input ends.
-    """
+    """Return a line; one that begins with three quotes with all further ones up to the next three."""
     if not line.startswith(QUOTES):
         return line
     text = line.removeprefix(QUOTES)

@@ -25,16 +25,7 @@ FIXED = {"n": 1, "best_of": None, "beam_width": None, "logprobs": None, "prompt_
 
 
 class Conversation:
-    """One conversation with a model.
-
-    Args:
-        llm: engine with a chat model.
-        params: sampling parameters of every answer.
-        system: instructions before the conversation, or None.
-
-    Attributes:
-        messages: the conversation so far, as messages of OpenAI's API.
-    """
+    """One conversation with a model."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self._llm = llm
@@ -44,11 +35,7 @@ class Conversation:
         self.clear()
 
     def ask(self, question: str) -> None:
-        """Answer a question.
-
-        Raises:
-            RequestError: the conversation is refused, for example as too long; it stays unchanged.
-        """
+        """Answer a question."""
         history = [*self.messages, {"role": "user", "content": question}]
         answer = self._answer(self._llm.render_chat(history))
         self.messages = [*history, {"role": "assistant", "content": answer}]
@@ -66,11 +53,7 @@ class Conversation:
         return "There are no instructions now." if self.system is None else f"Instructions: {self.system}"
 
     def set_parameter(self, text: str) -> str:
-        """Set a sampling parameter from a text of name and value; return a sentence, or all parameters for "".
-
-        Raises:
-            RequestError: the name or the value is not allowed; nothing is changed.
-        """
+        """Set a sampling parameter from a text of name and value; return a sentence, or all parameters for ""."""
         name, _, value = text.replace("=", " ", 1).partition(" ")
         name = name.removeprefix("--").replace("-", "_")
         if name:
@@ -83,20 +66,12 @@ class Conversation:
         return "  ".join(f"{known}={getattr(self.params, known)!r}" for known in known)
 
     def undo(self) -> str:
-        """Forget the last question and its answer; return a sentence.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """Forget the last question and its answer; return a sentence."""
         question = self._take_back()
         return f"Forgotten: {question}"
 
     def regenerate(self) -> None:
-        """Answer the last question once more; with temperature 0 or a seed, the answer is the same.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """Answer the last question once more; with temperature 0 or a seed, the answer is the same."""
         before = self.messages
         question = self._take_back()
         try:
@@ -106,11 +81,7 @@ class Conversation:
             raise
 
     def save(self, path: str) -> str:
-        """Write the conversation to a new file, as a JSON object with OpenAI's messages; return a sentence.
-
-        Raises:
-            RequestError: the file exists or cannot be written.
-        """
+        """Write the conversation to a new file, as a JSON object with OpenAI's messages; return a sentence."""
         if not path:
             raise RequestError("a file is needed: /save FILE")
         try:
@@ -167,11 +138,7 @@ class Conversation:
 
 
 def check_chat_parameters(given: dict[str, object]) -> None:
-    """Refuse sampling parameters that a conversation has no use for.
-
-    Raises:
-        ConfigError: naming the first of them.
-    """
+    """Refuse sampling parameters that a conversation has no use for."""
     for name, value in FIXED.items():
         if given.get(name, value) != value:
             raise ConfigError(f"{name} has no place in a chat; leave it out", field=name)

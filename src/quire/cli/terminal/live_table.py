@@ -57,14 +57,7 @@ class TableRow:
 
 
 class LiveTable:
-    """A table of the sequences of one run, updated while they are generated.
-
-    Args:
-        labels: label of each prompt, in prompt order.
-        console: output device; a terminal gets a table that is updated in place, others a few lines for each finished
-            sequence.
-        num_samples: number of sequences of each prompt.
-    """
+    """A table of the sequences of one run, updated while they are generated."""
 
     def __init__(self, labels: Sequence[str], console: Console, *, num_samples: int = 1) -> None:
         self.rows = [TableRow(" ".join(printable(label).split())) for label in labels for _ in range(num_samples)]
@@ -124,11 +117,7 @@ class LiveTable:
 
 
 class MemoryWatch:
-    """A summary of an engine's memory use over one run.
-
-    Args:
-        llm: the engine; its earlier work is not counted.
-    """
+    """A summary of an engine's memory use over one run."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm

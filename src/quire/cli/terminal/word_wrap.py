@@ -19,10 +19,6 @@ class WordWrap:
 
     A word is held back until a space, a line break or the end follows it, or until it is as long as a line. Characters
     of two columns, as of Chinese, are words of their own, since such texts have no spaces.
-
-    Args:
-        stream: terminal.
-        width: columns of a line; None takes the terminal's, at each word.
     """
 
     def __init__(self, stream: TextIO, width: int | None = None) -> None:

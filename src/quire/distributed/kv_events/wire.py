@@ -61,12 +61,7 @@ class EventBatch(NamedTuple):
 
 
 def encode_batch(batch: EventBatch, form: str) -> bytes:
-    """Return the message of a batch.
-
-    Args:
-        batch: the batch.
-        form: "map" or "array".
-    """
+    """Return the message of a batch."""
     write = _as_map if form == "map" else _as_array
     return _msgpack()[0]([batch.ts, [write(event) for event in batch.events], batch.rank])
 
@@ -92,11 +87,7 @@ def decode_batch(data: bytes) -> EventBatch:
 
 @cache
 def _msgpack() -> tuple[Callable[[Any], bytes], Callable[[bytes], Any]]:
-    """Return the functions that encode and decode msgpack.
-
-    Raises:
-        ConfigError: msgspec is not installed.
-    """
+    """Return the functions that encode and decode msgpack."""
     with importing_extra("kv_events_config"):
         import msgspec
     return msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode

@@ -12,11 +12,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 class CircuitBreaker:
-    """Decides whether a service is called. Open after `MOST_FAILURES` in a row; each further one doubles the pause.
-
-    Args:
-        clock: clock in seconds.
-    """
+    """Decides whether a service is called. Open after `MOST_FAILURES` in a row; each further one doubles the pause."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock

@@ -24,18 +24,7 @@ JOIN_S = 5.0
 
 
 class Export:
-    """A record that other engines may fetch.
-
-    Args:
-        num_bytes: bytes of the record.
-        expires_s: time at which it is dropped.
-        data: bytes of the block, or the record without its checksum; kept until the thread takes it, or the record is
-            dropped.
-
-    Attributes:
-        record: bytes of the record, with its checksum; None until the thread has made it.
-        is_settled: True once the record is made, or never will be.
-    """
+    """A record that other engines may fetch."""
 
     __slots__ = ("data", "expires_s", "is_settled", "num_bytes", "record")
 

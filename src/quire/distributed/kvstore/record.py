@@ -52,12 +52,7 @@ def read_key(key: bytes) -> tuple[int, bytes]:
 
 
 def pack(block: StoredBlock, payload: memoryview) -> bytearray:
-    """Return a block's record without its checksum; the payload is copied once.
-
-    Args:
-        block: the block.
-        payload: bytes of the block.
-    """
+    """Return a block's record without its checksum; the payload is copied once."""
     header = _HEADER.pack(MAGIC, VERSION, block.group_idx, len(block.tokens), len(payload), block.parent)
     start = len(header) + len(block.tokens)
     record = bytearray(start + len(payload) + _CHECKSUM.size)
@@ -67,25 +62,13 @@ def pack(block: StoredBlock, payload: memoryview) -> bytearray:
 
 
 def seal(key: bytes, record: bytearray) -> None:
-    """Compute a record's checksum.
-
-    Args:
-        key: key of the record.
-        record: result of `pack`.
-    """
+    """Compute a record's checksum."""
     body = memoryview(record)[: -_CHECKSUM.size]
     _CHECKSUM.pack_into(record, len(body), crc32(body, crc32(key)))
 
 
 def unpack(key: bytes, block: StoredBlock, record: memoryview, out: memoryview) -> bool:
-    """Copy a record's payload out; return False where the record is damaged or of another block.
-
-    Args:
-        key: key of the record.
-        block: expected block; its tokens, with their media, and its parent are compared, not only the digest.
-        record: bytes of the record.
-        out: destination of the payload; undefined where the result is False.
-    """
+    """Copy a record's payload out; return False where the record is damaged or of another block."""
     start = _HEADER.size + len(block.tokens)
     if len(record) != start + len(out) + _CHECKSUM.size:
         return False

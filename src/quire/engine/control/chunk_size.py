@@ -15,12 +15,6 @@ class ChunkSizeController:
 
     The model of a step: a constant time for decoding, plus a time per prefill token. The second falls as chunks grow;
     it is measured at the chunk sizes that the controller itself chooses, so both converge together.
-
-    Args:
-        limit_s: longest time that a step should take, in seconds.
-
-    Attributes:
-        chunk_tokens: prefill tokens allowed in a step that also decodes.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -30,13 +24,7 @@ class ChunkSizeController:
         self._token_s: float | None = None
 
     def record_step(self, num_decoding: int, num_chunk_tokens: int, elapsed_s: float) -> None:
-        """Record the duration of a step.
-
-        Args:
-            num_decoding: sequences that computed a single token.
-            num_chunk_tokens: tokens of all other sequences.
-            elapsed_s: duration in seconds.
-        """
+        """Record the duration of a step."""
         if not num_chunk_tokens:
             self._decode_s = moving_average(self._decode_s, elapsed_s, WEIGHT)
         elif num_chunk_tokens >= MIN_CHUNK_TOKENS:

@@ -21,16 +21,6 @@ class StepRecorder:
 
     It maintains `scheduler.preemption.rates` (recompute or swap), `scheduler.chunk_tokens` (inter-token latency) and
     the draft costs of `speculation`.
-
-    Args:
-        scheduler: scheduler to adjust.
-        copy_bytes_per_s: measured copy rate between the memory tiers, None without a host tier.
-        max_inter_token_ms: limit of the inter-token latency of running sequences, None for no limit.
-        speculation: chooser of the number of drafts, None without speculative decoding.
-
-    Attributes:
-        tokens_per_s: prefill rate; None before the first step with many tokens.
-        speculation: chooser of the number of drafts; None stops the adjustment of draft costs.
     """
 
     def __init__(
@@ -53,16 +43,7 @@ class StepRecorder:
             scheduler.preemption.rates = replace(scheduler.preemption.rates, copy_bytes_per_s=copy_bytes_per_s)
 
     def record_step(self, items: Sequence[ScheduledSequence], elapsed_s: float, *, overlaps: bool = False) -> int:
-        """Record a step.
-
-        Args:
-            items: scheduled sequences.
-            elapsed_s: duration of the data plane's work, in seconds.
-            overlaps: True where another step was in flight at its launch, or at its end; see `DraftCosts`.
-
-        Returns:
-            The number of tokens that the step computed, drafts included.
-        """
+        """Record a step."""
         is_decode = isinstance(items, DecodeItems)
         num_drafts = 0 if is_decode else sum([item.num_draft for item in items])
         # Drafts are not tokens of a prompt.
@@ -78,13 +59,7 @@ class StepRecorder:
         return num_tokens + num_drafts
 
     def record_prefill(self, num_tokens: int, num_seqs: int, elapsed_s: float) -> None:
-        """Update the prefill rate, except after a mostly decoding step, whose rate is not that of a prefill.
-
-        Args:
-            num_tokens: tokens that the step computed, without drafts.
-            num_seqs: scheduled sequences.
-            elapsed_s: duration in seconds.
-        """
+        """Update the prefill rate, except after a mostly decoding step, whose rate is not that of a prefill."""
         if num_tokens < 2 * num_seqs or elapsed_s <= 0:
             return
         decay = RATE_MEMORY_TOKENS / (RATE_MEMORY_TOKENS + num_tokens)

@@ -22,13 +22,7 @@ NOT_IN_STEPS = {name: metric for name, metric in metrics_of(EngineStats).items()
 
 
 class KvMetrics(Collector):
-    """Exports an engine's blocks, its prefix cache on disk, and the counters that its steps do not report.
-
-    Args:
-        engine: the engine, read from any thread.
-        model_name: value of the label `model_name`.
-        prefix: part of each name before the colon.
-    """
+    """Exports an engine's blocks, its prefix cache on disk, and the counters that its steps do not report."""
 
     def __init__(self, engine: Engine, model_name: str, prefix: str) -> None:
         self._engine = engine

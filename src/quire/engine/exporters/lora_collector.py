@@ -21,11 +21,6 @@ class LoraMetrics(Collector):
     """Exports the adapters of running and waiting requests: one sample, whose value is the time of the scrape.
 
     The labels of earlier scrapes are not kept, and names are those of the operator's adapters.
-
-    Args:
-        engine: the engine, read from any thread.
-        prefix: part of the name before the colon.
-        clock: clock of the sample's value: seconds since the epoch.
     """
 
     def __init__(self, engine: Engine, prefix: str, clock: Callable[[], float] = time.time) -> None:

@@ -41,12 +41,6 @@ class Metrics:
     Each object has its own registry, so that metrics of two engines in a process never mix. The values of labels are
     the model's name, finish reasons, preemption modes, positions of drafts, sources of tokens, reasons for computing
     them, the engine's configuration, and names of adapters; no text of clients.
-
-    Args:
-        model_name: value of the label `model_name`, as served.
-        prefix: prefix of each name, before the colon.
-        registry: registry of the metrics; None makes a new one.
-        clock: clock of the engine's timestamps, monotonic, in seconds.
     """
 
     def __init__(
@@ -116,14 +110,7 @@ class Metrics:
             self._params_max_tokens.observe(params.max_tokens)
 
     def on_http_request(self, route: str, method: str, status: int, count: int = 1) -> None:
-        """Count answered HTTP requests.
-
-        Args:
-            route: path of the route.
-            method: HTTP method.
-            status: status of the answer; counted by its class, such as "2xx".
-            count: number of requests.
-        """
+        """Count answered HTTP requests."""
         self._http_requests.labels(route, method, f"{status // 100}xx").inc(count)
 
     def on_outputs(self, deltas: Iterable[RequestOutput]) -> None:
@@ -335,12 +322,7 @@ class _TimeCollector(Collector):
 
 
 class _Exposition(Collector):
-    """A registry for rendering: adds the label `engine`, as vLLM has it, and drops the `_created` samples.
-
-    Args:
-        registry: the registry.
-        prefix: prefix of the names that get the label.
-    """
+    """A registry for rendering: adds the label `engine`, as vLLM has it, and drops the `_created` samples."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         self._registry = registry

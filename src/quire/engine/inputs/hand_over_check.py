@@ -9,16 +9,7 @@ from quire.sequences.params import SamplingParams
 
 
 def check_hand_over(config: KVTransferConfig | None, params: SamplingParams) -> None:
-    """Check whether an engine can honour the hand-over that a request asks for.
-
-    Args:
-        config: the engine's configuration; None where the engine neither exports nor fetches blocks.
-        params: parameters of the request.
-
-    Raises:
-        UnsupportedFeature: the engine does not have the role that the request needs.
-        InvalidParameter: the request names a host that is not allowed.
-    """
+    """Check whether an engine can honour the hand-over that a request asks for."""
     asked = params.kv_transfer
     if asked is None or not (asked.do_remote_decode or asked.do_remote_prefill):
         return

@@ -15,11 +15,7 @@ def prompt_name(idx: int, count: int) -> str | None:
 
 @contextmanager
 def naming_prompt(name: str | None) -> Iterator[None]:
-    """Let an error about a prompt that is raised within the context name the prompt.
-
-    Args:
-        name: the caller's name of the prompt; None leaves errors as they are.
-    """
+    """Let an error about a prompt that is raised within the context name the prompt."""
     try:
         yield
     except RequestError as error:
@@ -32,12 +28,7 @@ def naming_prompt(name: str | None) -> Iterator[None]:
 
 @contextmanager
 def naming_conversation(idx: int, count: int) -> Iterator[None]:
-    """Let an error about a conversation that is raised within the context name `messages`, and which of several.
-
-    Args:
-        idx: index of the conversation.
-        count: number of conversations; one needs no index.
-    """
+    """Let an error about a conversation that is raised within the context name `messages`, and which of several."""
     name = f"messages[{idx}]" if count > 1 else "messages"
     try:
         yield

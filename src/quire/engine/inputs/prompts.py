@@ -144,11 +144,7 @@ class PromptReader(NamedTuple):
         return TokenPrompt(self._check(token_ids), None), second_start
 
     def _kept_tokens(self, truncate_prompt_tokens: int) -> int:
-        """Return the number of tokens that `truncate_prompt_tokens` keeps.
-
-        Raises:
-            InvalidParameter: more than fit.
-        """
+        """Return the number of tokens that `truncate_prompt_tokens` keeps."""
         most = self.max_prompt_len
         if truncate_prompt_tokens > most:
             raise InvalidParameter("truncate_prompt_tokens", truncate_prompt_tokens, f"-1, or at most {most}")
@@ -210,12 +206,6 @@ def check_token_ids(name: str, token_ids: Sequence[object], vocab_size: int) -> 
 
 
 def too_long(error: TooManyTokens, limit: int, max_model_len: int) -> PromptTooLong:
-    """Return the error for a text of too many tokens.
-
-    Args:
-        error: error with the number of tokens.
-        limit: largest number of tokens.
-        max_model_len: context length, which is the reason.
-    """
+    """Return the error for a text of too many tokens."""
     reason = f"the context length of {max_model_len} tokens"
     return PromptTooLong(error.num_tokens, limit, reason, is_exact=error.is_exact)

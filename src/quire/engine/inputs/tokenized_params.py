@@ -21,15 +21,6 @@ def tokenize_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_s
 
     A bad word gives two token sequences, without and with a leading space. A breaker gives its last token, when
     tokenized after other text.
-
-    Args:
-        params: parameters of the request.
-        tokenizer: the tokenizer, or None.
-        vocab_size: exclusive upper limit of token ids; words with larger ids are ignored.
-
-    Raises:
-        InvalidParameter: text that is not Unicode, or bad words that leave none of `allowed_token_ids`.
-        UnsupportedFeature: strings without a tokenizer.
     """
     breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
     if tokenizer is None:

@@ -34,16 +34,7 @@ WAIT_S = 0.005
 
 
 class DiskPrefetcher:
-    """Loads stored blocks where that is faster than computing their tokens.
-
-    Args:
-        disk_tier: the memory manager's disk tier.
-        disk: blocks on disk; closed with this.
-        block_size: number of tokens of a block.
-        block_bytes: bytes of a block of each cache group.
-        step_tokens: largest number of tokens of a step.
-        sources: loads from a remote store and from other engines; None without such sources.
-    """
+    """Loads stored blocks where that is faster than computing their tokens."""
 
     def __init__(
         self,
@@ -66,11 +57,7 @@ class DiskPrefetcher:
         self._sources = sources
 
     def begin_step(self, tokens_per_s: float | None) -> None:
-        """Reset the number of blocks that may be loaded, at the start of a step.
-
-        Args:
-            tokens_per_s: prefill rate; None while it is unknown.
-        """
+        """Reset the number of blocks that may be loaded, at the start of a step."""
         self._free_blocks = self._step_blocks
         self._tokens_per_s = tokens_per_s
         self._disk.save_arrived()
@@ -95,14 +82,7 @@ class DiskPrefetcher:
         return self._stage(sequence, num_blocks, part, is_last=part is None or len(part) == len(loads))
 
     def _stage(self, sequence: Sequence, num_blocks: int, part: Seq[DiskLoad] | None, *, is_last: bool) -> bool:
-        """Load some blocks of a sequence, if any; return False while more must be loaded.
-
-        Args:
-            sequence: sequence to be admitted next.
-            num_blocks: length of the hit in blocks.
-            part: blocks to load, empty where only a later step may load some; None to load no blocks at all.
-            is_last: True where no further part follows.
-        """
+        """Load some blocks of a sequence, if any; return False while more must be loaded."""
         if part is not None and self._load(sequence, num_blocks, part) and not is_last:
             return False
         sequence.is_staged = True
@@ -140,18 +120,7 @@ class DiskPrefetcher:
         *,
         exports: bool = False,
     ) -> Seq[StoredBlock]:
-        """Copy published blocks of a chain to the stores, or for other engines only; the stores write asynchronously.
-
-        Args:
-            executor: executor of the copies.
-            chain: chain of computed tokens.
-            num_blocks: number of its full blocks.
-            wants: returns whether to copy a block.
-            exports: True to keep them for other engines only.
-
-        Returns:
-            The blocks that were copied.
-        """
+        """Copy published blocks of a chain to the stores, or for other engines only; the stores write asynchronously."""
         ops = self._disk_tier.exporting_ops(chain, num_blocks, wants)
         keys = [record_key(self._disk.store.identity, block) for block in ops.saves] if exports else None
         try:
@@ -174,11 +143,6 @@ class DiskPrefetcher:
         """Save the published blocks for the next start; the process may be killed meanwhile.
 
         The blocks that would be evicted last are saved first, as far as disk space and time allow.
-
-        Args:
-            executor: executor of the copies.
-            pending: copies that were planned and not executed yet.
-            clock: clock in seconds.
         """
         deadline_s = clock() + SAVE_S
         ops = self._disk_tier.saving_ops()

@@ -29,17 +29,7 @@ MOST_OPEN = 1024
 
 
 class HandOver:
-    """Exports the blocks of finished prompts, and finds the engine with the blocks of a waiting prompt.
-
-    Args:
-        config: roles, address and limits.
-        exports: blocks that are kept for other engines; None for a consumer, which exports nothing.
-        identity: fingerprint of the engine's model and layout.
-        block_bytes: bytes of the largest block.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
+    """Exports the blocks of finished prompts, and finds the engine with the blocks of a waiting prompt."""
 
     def __init__(
         self, config: KVTransferConfig, exports: ExportTable | None, identity: bytes, block_bytes: int
@@ -52,12 +42,7 @@ class HandOver:
         self._open: dict[str, Request] = {}
 
     def add(self, request: Request, running: Iterable[str]) -> None:
-        """Register a request, if its blocks are to be exported.
-
-        Args:
-            request: a new request.
-            running: names of all requests in progress.
-        """
+        """Register a request, if its blocks are to be exported."""
         asked = request.params.kv_transfer
         if asked is None or not asked.do_remote_decode:
             return

@@ -27,16 +27,6 @@ class KVEventSource:
 
     Blocks that earlier runs left on disk are announced once they are loaded, or would be saved again: a record on disk
     does not name its namespace.
-
-    Args:
-        memory: memory manager of the engine.
-        publisher: publisher of the batches; closed with this.
-        adapter_name: name of the adapter with a digest.
-        form: format of the events, for `describe`.
-        store: store of the blocks on disk; None without one.
-
-    Attributes:
-        wake: thread-safe function that makes the engine's thread call `publish_step`; None to await the next step.
     """
 
     def __init__(

@@ -37,14 +37,7 @@ class PinReport(NamedTuple):
 
 
 class PrefixPins:
-    """Pins prompts of one model.
-
-    Args:
-        config: configuration of the engine.
-        scheduler: scheduler of the engine.
-        prompts: reader of prompts.
-        cache_name: identity of the model for the prefix cache.
-    """
+    """Pins prompts of one model."""
 
     def __init__(
         self,
@@ -67,22 +60,7 @@ class PrefixPins:
         tenant: str | None = None,
         adapter: str | None = None,
     ) -> int:
-        """Pin a prompt's whole blocks, if all of them are in the prefix cache.
-
-        Args:
-            name: not in use by this tenant; at most `MAX_NAME_LEN` characters.
-            prompt: text, token ids, or a mapping with one of them; at least a block long.
-            cache_salt, tenant: values of the requests that can hit the prefix.
-            adapter: digest of the adapter of these requests; None for the base model.
-
-        Returns:
-            The number of pinned tokens; 0, with nothing pinned, where some tokens must be computed first.
-
-        Raises:
-            InvalidParameter: a name that is in use; a prompt shorter than a block.
-            PinLimitReached: all pins together would exceed the limit.
-            UnsupportedFeature: the pin limit is 0, or there is no prefix cache.
-        """
+        """Pin a prompt's whole blocks, if all of them are in the prefix cache."""
         self._check_name(name, "pin_prefix")
         namespace = read_namespace(self._cache_name, cache_salt, tenant, adapter)
         key = _key(name, tenant)
@@ -102,11 +80,7 @@ class PrefixPins:
         return self._scheduler.pin(key, self._memory.chain(whole, namespace, spans))
 
     def unpin(self, name: str, tenant: str | None = None) -> None:
-        """Unpin a prefix.
-
-        Raises:
-            InvalidParameter: no pin of this tenant has that name.
-        """
+        """Unpin a prefix."""
         self._check_name(name, "unpin_prefix")
         key = _key(name, read_namespace(self._cache_name, None, tenant).tenant)
         if key not in self._memory.pins:

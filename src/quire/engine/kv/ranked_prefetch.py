@@ -36,12 +36,7 @@ END_TIMEOUT_S = 60.0
 
 
 class RankedPrefetcher(DiskPrefetcher):
-    """The prefetcher of a rank, which agrees with the others on the blocks that were read.
-
-    Args:
-        args, options: see `DiskPrefetcher`.
-        ranks: ranks that share the model.
-    """
+    """The prefetcher of a rank, which agrees with the others on the blocks that were read."""
 
     def __init__(self, *args: Any, ranks: Ranks, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -49,11 +44,7 @@ class RankedPrefetcher(DiskPrefetcher):
         ranks.end_timeout_s = END_TIMEOUT_S
 
     def _fetch(self, loads: Seq[DiskLoad]) -> list[int]:
-        """Read blocks; return the tickets of those before the first that is missing or damaged on any rank.
-
-        Raises:
-            WorkerError: a rank has failed.
-        """
+        """Read blocks; return the tickets of those before the first that is missing or damaged on any rank."""
         tickets = super()._fetch(loads)
         if not loads:
             return tickets
@@ -69,11 +60,7 @@ class RankedPrefetcher(DiskPrefetcher):
 
 
 class LeaderPrefetcher(RankedPrefetcher):
-    """The prefetcher of rank 0, which makes the decisions.
-
-    Attributes:
-        log: log of the commands for the other ranks.
-    """
+    """The prefetcher of rank 0, which makes the decisions."""
 
     log: CommandLog
 
@@ -108,11 +95,7 @@ class FollowerPrefetcher(RankedPrefetcher):
     """The prefetcher of another rank, which follows the decisions of rank 0."""
 
     def prepare(self, sequence: Sequence) -> bool:
-        """See `DiskPrefetcher`.
-
-        Raises:
-            LockstepDrift: rank 0 admits another sequence next.
-        """
+        """See `DiskPrefetcher`."""
         self._disk.save_arrived()  # a follower never calls `begin_step`, which would do so
         if sequence.is_staged:
             return True

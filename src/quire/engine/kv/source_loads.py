@@ -89,19 +89,7 @@ class _Search:
 
 
 class SourceLoads:
-    """Asks the sources of a sequence's blocks, one after the other, and puts the records into the store.
-
-    Args:
-        disk_tier: the memory manager's disk tier.
-        store: stores of blocks, which receive the records that arrive.
-        sources_of: function that returns the sources of a sequence, the first to be asked first.
-        block_bytes: bytes of a block of each cache group.
-        block_size: number of tokens of a block.
-        clock: clock in seconds.
-
-    Attributes:
-        failed: (request id, reason) of requests whose required blocks have not arrived; the engine ends them.
-    """
+    """Asks the sources of a sequence's blocks, one after the other, and puts the records into the store."""
 
     def __init__(
         self,
@@ -133,12 +121,7 @@ class SourceLoads:
             self._waiting.done.wait(timeout_s)
 
     def is_ready(self, sequence: Sequence, tokens_per_s: float | None) -> bool:
-        """Return whether the search for a sequence's blocks is complete; else start or continue it.
-
-        Args:
-            sequence: the sequence to be admitted next.
-            tokens_per_s: prefill rate; None while it is unknown.
-        """
+        """Return whether the search for a sequence's blocks is complete; else start or continue it."""
         search = self._searches.get(sequence.seq_id)
         if search is None:
             search = self._searches[sequence.seq_id] = _Search(self._sources_of(sequence))
@@ -173,11 +156,7 @@ class SourceLoads:
     # ---- parts ----
 
     def _ask_next(self, sequence: Sequence, search: _Search, tokens_per_s: float | None) -> bool:
-        """Ask the next source which of the missing blocks it has, if any are missing.
-
-        Returns:
-            False where a source with `must_have` did not deliver the whole prompt.
-        """
+        """Ask the next source which of the missing blocks it has, if any are missing."""
         last, search.inquiry = search.current, None
         while True:
             missing = self._disk_tier.find_missing(sequence.chain, sequence.request.hit_limit)

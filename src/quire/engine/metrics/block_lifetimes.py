@@ -19,13 +19,7 @@ MIN_SAMPLED = 16
 
 
 class TimeHistogram:
-    """A histogram of times.
-
-    Attributes:
-        counts: number of times per bucket; the last bucket is for times above all bounds.
-        sum_s: sum of all times.
-        longest_s: longest time.
-    """
+    """A histogram of times."""
 
     __slots__ = ("counts", "longest_s", "sum_s")
 
@@ -75,19 +69,7 @@ class TimeSummary(NamedTuple):
 
 
 class BlockLifetimes:
-    """Measures a sample of the blocks: always the same ids, evenly spread.
-
-    Args:
-        pools: block pools of all cache groups; this object becomes their observer.
-        share: share of sampled blocks, above 0.
-        clock: seconds, monotonic.
-
-    Attributes:
-        lifetime: times from allocation to eviction.
-        idle: times from the last use to eviction.
-        reuse_gap: times from the last use to the next hit.
-        num_sampled: number of sampled blocks.
-    """
+    """Measures a sample of the blocks: always the same ids, evenly spread."""
 
     def __init__(self, pools: Iterable[BlockPool], share: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.lifetime, self.idle, self.reuse_gap = TimeHistogram(), TimeHistogram(), TimeHistogram()
@@ -109,13 +91,7 @@ class BlockLifetimes:
 
 
 class PoolLifetimes:
-    """Observer of the sampled blocks of one pool.
-
-    Args:
-        lifetimes: histograms of the times.
-        sample: ids of the sampled blocks.
-        clock: seconds, monotonic.
-    """
+    """Observer of the sampled blocks of one pool."""
 
     __slots__ = ("_clock", "_idle_since", "_lifetimes", "_taken_at", "sample")
 

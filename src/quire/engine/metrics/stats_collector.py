@@ -21,16 +21,7 @@ read_scheduler_counters = attrgetter(*SCHEDULER_COUNTERS)
 
 
 class StatsCollector:
-    """Reads the counters of scheduler and memory, and holds the engine's own.
-
-    Args:
-        scheduler: scheduler of the engine.
-
-    Attributes:
-        prompt_tokens: number of prompt tokens of the requests that were admitted.
-        generation_tokens: number of tokens that were sampled.
-        computed_tokens: number of tokens that steps computed.
-    """
+    """Reads the counters of scheduler and memory, and holds the engine's own."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.prompt_tokens = 0
@@ -44,11 +35,7 @@ class StatsCollector:
         self._has_host = scheduler.memory.usage().host is not None
 
     def totals(self, num_steps: int) -> EngineStats:
-        """Return the totals since the start.
-
-        Args:
-            num_steps: number of steps of the engine.
-        """
+        """Return the totals since the start."""
         usage, stats = self._scheduler.memory.usage(), self._scheduler.stats
         return EngineStats(
             **_by_name(self._count(usage.host)),
@@ -63,11 +50,7 @@ class StatsCollector:
         )
 
     def measure(self, now_s: float) -> StepStats:
-        """Return the engine's state, and the counters' changes since the last call.
-
-        Args:
-            now_s: seconds of the engine's clock.
-        """
+        """Return the engine's state, and the counters' changes since the last call."""
         scheduler = self._scheduler
         stats, host = scheduler.stats, scheduler.memory.usage().host if self._has_host else None
         counted, self._counted = self._counted, self._count(host)

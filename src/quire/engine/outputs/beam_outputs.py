@@ -17,15 +17,7 @@ from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class BeamTexts:
-    """The texts of a request's beams, held back until the search ends.
-
-    Args:
-        request: request with a beam search.
-        tokenizer: the tokenizer; None gives token ids only.
-
-    Attributes:
-        reason: finish reason of the search, None while it runs.
-    """
+    """The texts of a request's beams, held back until the search ends."""
 
     __slots__ = ("_candidates", "_request", "_texts", "_tokenizer", "reason")
 
@@ -38,12 +30,7 @@ class BeamTexts:
         self.reason: FinishReason | None = None
 
     def find_stops(self, beams: Sequence[Beam], candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-        """Return a step's candidates, each with the stop string that its text reaches, if any.
-
-        Args:
-            beams: beams of the step, by index.
-            candidates: continuations of the beams.
-        """
+        """Return a step's candidates, each with the stop string that its text reaches, if any."""
         if not self._request.params.stop:
             return tuple(candidates)
         self._candidates.clear()

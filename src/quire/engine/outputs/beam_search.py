@@ -78,11 +78,7 @@ class BeamSearchOutput:
 
 
 def beam_outputs(outputs: Iterable[RequestOutput]) -> list[BeamSearchOutput]:
-    """Convert the outputs of `LLM.generate` with a beam width.
-
-    Raises:
-        RequestFailed: a request failed.
-    """
+    """Convert the outputs of `LLM.generate` with a beam width."""
     found = []
     for output in outputs:
         if output.error is not None:

@@ -27,13 +27,7 @@ class AdvancedBeams(NamedTuple):
 
 
 class BeamSteps:
-    """Advances beam searches, in the scheduler and in the outputs.
-
-    Args:
-        scheduler: scheduler of the beams.
-        outputs: outputs of the requests.
-        clock: seconds, monotonic.
-    """
+    """Advances beam searches, in the scheduler and in the outputs."""
 
     def __init__(self, scheduler: Scheduler, outputs: OutputProcessor, clock: Callable[[], float]) -> None:
         self._scheduler = scheduler
@@ -41,12 +35,7 @@ class BeamSteps:
         self._clock = clock
 
     def advance(self, groups: Sequence[BeamGroup], candidates: Sequence[tuple[Candidate, ...]]) -> AdvancedBeams:
-        """Apply the candidates of a step after the results of its items.
-
-        Args:
-            groups: beam groups of the executed plan.
-            candidates: candidates of each group.
-        """
+        """Apply the candidates of a step after the results of its items."""
         beams = [beams_of(group, self._scheduler.sequences) for group in groups]
         found = [self._with_stops(*pair) for pair in zip(beams, candidates, strict=True)]
         num_generated, ended = 0, dict[str, RequestState]()

@@ -10,11 +10,7 @@ from quire.engine.outputs.outputs import CompletionOutput
 
 
 class BestOf:
-    """Holds the samples of a request back until all have ended.
-
-    Args:
-        num_best: number of samples to return.
-    """
+    """Holds the samples of a request back until all have ended."""
 
     __slots__ = ("_num_best", "_samples")
 

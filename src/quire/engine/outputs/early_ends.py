@@ -19,15 +19,7 @@ MAX_CONSECUTIVE_FAILURES = 3
 
 
 class EarlyEnds:
-    """Ends requests before their last token, in the scheduler and in the outputs.
-
-    Args:
-        scheduler: scheduler of the requests.
-        outputs: outputs of the requests.
-
-    Attributes:
-        num_failed_steps: number of consecutive failed steps, the last step included.
-    """
+    """Ends requests before their last token, in the scheduler and in the outputs."""
 
     def __init__(self, scheduler: Scheduler, outputs: OutputProcessor) -> None:
         self._scheduler = scheduler
@@ -37,17 +29,7 @@ class EarlyEnds:
     def end(
         self, request_id: str, reason: FinishReason, error: str | None = None, error_code: str | None = None
     ) -> list[RequestOutput]:
-        """End a request in any state, and free its memory.
-
-        Args:
-            request_id: id of the request; may be unknown or finished.
-            reason: finish reason of its unfinished sequences.
-            error: error for the client, None for an abort.
-            error_code: code of that error.
-
-        Returns:
-            The last output of the request; empty for an unknown or finished one.
-        """
+        """End a request in any state, and free its memory."""
         if request_id not in self._outputs:
             return []
         ended = self._scheduler.abort(request_id, reason)
@@ -57,11 +39,7 @@ class EarlyEnds:
         return [state.take_output(is_finished=True, error=error, error_code=error_code)]
 
     def end_without_blocks(self, failed: Iterable[tuple[str, str]]) -> list[RequestOutput]:
-        """End the requests whose blocks were required from another engine, but did not arrive.
-
-        Args:
-            failed: their ids, each with the reason.
-        """
+        """End the requests whose blocks were required from another engine, but did not arrive."""
         outputs: list[RequestOutput] = []
         for request_id, why in failed:
             outputs += self.end(request_id, FinishReason.ERROR, f"kv_load_failure_policy is 'fail': {why}")
@@ -76,14 +54,7 @@ class EarlyEnds:
         return self.end(sequence.request.request_id, FinishReason.ERROR, error, code)
 
     def fail_step(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
-        """End every request of a step that the data plane could not execute, and discard the step's target blocks.
-
-        Returns:
-            The last outputs of the requests.
-
-        Raises:
-            WorkerError: too many consecutive steps have failed, or no later step can succeed.
-        """
+        """End every request of a step that the data plane could not execute, and discard the step's target blocks."""
         if isinstance(error, DeviceFailed):
             raise error
         self.num_failed_steps += 1

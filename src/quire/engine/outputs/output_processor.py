@@ -19,21 +19,7 @@ from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class RequestState:
-    """Collects the output of one request since the last `take_output`.
-
-    Args:
-        request: the request.
-        prompt: text of its prompt, None for a prompt of token ids.
-        tokenizer: the tokenizer; None gives token ids only.
-        metrics: times of the request, shared with every output.
-        final_only: see `Engine.add_request`.
-
-    Attributes:
-        reads_late: True where tokens are detokenized only when an output is made, since no step needs them earlier.
-        has_ended: True where a sample, or the beam search, has ended since the last output.
-        beams: texts of the beams of a search; None for samples.
-        pooled: result of a pooled request.
-    """
+    """Collects the output of one request since the last `take_output`."""
 
     def __init__(
         self,
@@ -64,16 +50,7 @@ class RequestState:
             self._prompt_logprobs = PromptLogprobs(FlatLogprobs(tokenizer))
 
     def add_token(self, sequence: Sequence, num_tokens: int, logprobs: TokenLogprobs | None) -> str | None:
-        """Append a token to one of the samples; with `reads_late`, all tokens that were not read yet, if any.
-
-        Args:
-            sequence: the sequence after the step, possibly with further tokens.
-            num_tokens: number of tokens of prompt and output up to and with this token; with `reads_late`, the last.
-            logprobs: log probabilities of the token's position, None where they are not requested.
-
-        Returns:
-            The stop string that the text completed, if any.
-        """
+        """Append a token to one of the samples; with `reads_late`, all tokens that were not read yet, if any."""
         idx = sequence.sample_idx
         sample = self._samples.get(idx)
         if sample is None:
@@ -169,16 +146,7 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Keeps the texts and outputs of all unfinished requests.
-
-    Args:
-        tokenizer: the tokenizer; None gives token ids only.
-        clock: seconds, monotonic.
-
-    Attributes:
-        states: unfinished requests by id.
-        updated: unfinished requests with new tokens or an end since `take_outputs`.
-    """
+    """Keeps the texts and outputs of all unfinished requests."""
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
         self._tokenizer = tokenizer
@@ -190,14 +158,7 @@ class OutputProcessor:
         return request_id in self.states
 
     def add_request(self, request: Request, prompt: str | None, arrival_s: float, *, final_only: bool = False) -> None:
-        """Begin a request's outputs.
-
-        Args:
-            request: the request, with an id that no unfinished request has.
-            prompt: text of its prompt, None where it came as token ids.
-            arrival_s: time of its arrival, on the clock.
-            final_only: see `Engine.add_request`.
-        """
+        """Begin a request's outputs."""
         metrics = RequestMetrics(arrival_s=arrival_s)
         state = RequestState(request, prompt, self._tokenizer, metrics, final_only=final_only)
         self.states[request.request_id] = state
@@ -217,16 +178,7 @@ class OutputProcessor:
     def add_tokens(
         self, events: Iterable[SequenceEvent], results: Seq[ItemResult]
     ) -> tuple[int, list[tuple[Sequence, str]], list[tuple[str, str]]]:
-        """Add the tokens of a step, which the scheduler has appended to their sequences, to the outputs.
-
-        Args:
-            events: events of the sequences, in order, each with the index of the item's result.
-            results: one for each item of the step.
-
-        Returns:
-            The number of tokens that were added to outputs; (sequence, stop string) of the sequences whose text reached
-            a stop string; (request id, error) of the requests whose strategy failed.
-        """
+        """Add the tokens of a step, which the scheduler has appended to their sequences, to the outputs."""
         states, updated = self.states, self.updated
         num_generated = 0
         stopped: dict[Sequence, str] = {}
@@ -261,12 +213,7 @@ class OutputProcessor:
     def take_outputs(
         self, may_hold: Callable[[], bool] | None = None, *, with_progress: bool = False
     ) -> list[RequestOutput]:
-        """Return the outputs of all requests with new tokens or an end, and forget those that have finished.
-
-        Args:
-            may_hold: see `Engine.step`.
-            with_progress: True to include unfinished requests with `final_only`; else they have one output, at the end.
-        """
+        """Return the outputs of all requests with new tokens or an end, and forget those that have finished."""
         if with_progress:
             begun = {name: each for name, each in self.states.items() if each.final_only and each.metrics.first_token_s}
             self.updated |= begun

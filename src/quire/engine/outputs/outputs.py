@@ -159,11 +159,7 @@ class RequestOutput:
 
 
 class OutputCollector:
-    """Converts the deltas of one request to the kind of outputs that the caller chose.
-
-    Args:
-        kind: kind of the outputs.
-    """
+    """Converts the deltas of one request to the kind of outputs that the caller chose."""
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._kind = kind

@@ -12,15 +12,7 @@ from quire.text.reasoning import ReasoningModel
 
 
 def with_reasoning(each: Sequence[SamplingParams], model: ReasoningModel | None) -> Sequence[SamplingParams]:
-    """Return sampling parameters under which reasoning can be told from the answer.
-
-    Args:
-        each: parameters of each conversation.
-        model: the reasoning model's format; None changes nothing.
-
-    Raises:
-        InvalidParameter: an item is not `SamplingParams`.
-    """
+    """Return sampling parameters under which reasoning can be told from the answer."""
     if model is None:
         return each
     read: dict[int, SamplingParams] = {}

@@ -11,15 +11,7 @@ from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class SampleText:
-    """The emitted text of one sample; bytes of an incomplete character at its end are held back.
-
-    Args:
-        request: request of the sample.
-        tokenizer: the tokenizer; None gives no text.
-
-    Attributes:
-        num_output: number of output tokens taken so far.
-    """
+    """The emitted text of one sample; bytes of an incomplete character at its end are held back."""
 
     __slots__ = ("_detokenizer", "_min_tokens", "_shows_stop", "_stops", "num_output")
 
@@ -39,16 +31,7 @@ class SampleText:
             )
 
     def take(self, token_ids: Sequence[int], num_output: int, *, is_end_token: bool) -> tuple[str, str | None]:
-        """Append tokens; with stop strings, only one token.
-
-        Args:
-            token_ids: ids of the tokens.
-            num_output: number of output tokens, these included.
-            is_end_token: True where the last token ends the sample; its text is included only where stop strings are.
-
-        Returns:
-            The text that can be emitted now, and the stop string that it completed, if any.
-        """
+        """Append tokens; with stop strings, only one token."""
         self.num_output = num_output
         if self._detokenizer is None:
             return "", None

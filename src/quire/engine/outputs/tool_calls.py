@@ -12,12 +12,7 @@ from quire.text.tool_calls import SampleCalls, ToolUse
 
 
 def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
-    """Return sampling parameters under which an output is text, calls, or both.
-
-    Raises:
-        UnsupportedFeature: the parameters have their own grammar, or disable the text that calls are parsed from.
-        InvalidParameter: not `SamplingParams`; the tools are too large, or the parameters contradict their grammar.
-    """
+    """Return sampling parameters under which an output is text, calls, or both."""
     if not isinstance(params, SamplingParams):
         raise InvalidParameter("sampling_params", params, "SamplingParams")
     if not params.detokenize:
@@ -30,14 +25,7 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
 def explained(
     error: InvalidParameter, use: ToolUse, each: Sequence[SamplingParams], asked: Sequence[SamplingParams]
 ) -> InvalidParameter:
-    """Return an error with the field and the value that the client sent.
-
-    Args:
-        error: error of the request.
-        use: use of tools.
-        each: sampling parameters of each conversation.
-        asked: the same with calls.
-    """
+    """Return an error with the field and the value that the client sent."""
     for params, with_grammar in zip(each, asked, strict=True):
         wanted = with_grammar.structured_outputs
         if wanted is not None and wanted.source.text == error.value:

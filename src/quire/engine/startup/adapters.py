@@ -30,15 +30,6 @@ def take_adapters(
     """Let a decoder take adapters, and read those of the configuration; None where it enables none.
 
     That is before its memory is measured and steps are captured, some of them with adapters.
-
-    Args:
-        config: options of adapters.
-        checkpoint: files that the decoder was loaded from.
-        decoder: decoder with all its weights.
-        ranks: ranks that share the model; None for one process.
-
-    Raises:
-        ConfigError: one of the adapters cannot be read.
     """
     if not config.enable_lora:
         return None
@@ -62,18 +53,6 @@ def load_adapters(
     """Load the adapters of a configuration; None where the decoder takes none.
 
     On other ranks than 0, nothing is loaded until rank 0 says so.
-
-    Args:
-        config: options of adapters.
-        own: slots of the decoder; None for none.
-        scheduler: scheduler of the engine.
-        model_name: name of the model.
-        ranks: ranks that share the model; None for one process.
-        log: log of rank 0; None on other ranks, and for one process.
-        adapter_bytes: see `ResolvedConfig`.
-
-    Raises:
-        ConfigError: one of the adapters cannot be loaded.
     """
     if own is None:
         return None

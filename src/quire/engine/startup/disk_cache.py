@@ -52,20 +52,7 @@ def open_stores(
     dtype: torch.dtype,
     ranks: Ranks | None = None,
 ) -> DiskBlocks:
-    """Open the prefix caches outside memory.
-
-    Args:
-        config: configuration with a `prefix_cache_dir`, a `prefix_cache_url` or a `kv_transfer_config`.
-        models: checkpoint and specification of the model, and those of a draft model after them.
-        resolved: the resolved configuration.
-        groups: the cache groups.
-        dtype: dtype of the weights.
-        ranks: ranks that share the model, each with its own subfolder; None for one process.
-
-    Raises:
-        ConfigError: the folder cannot be used, `prefix_cache_disk_bytes` is too small, the remote store refuses the
-            connection, or a package is not installed.
-    """
+    """Open the prefix caches outside memory."""
     cache = config.cache
     block_bytes = [group.bytes_per_block for group in groups]
     with ExitStack() as stack:
@@ -158,20 +145,7 @@ def open_prefetch(
     stack: ExitStack,
     ranks: Ranks | None = None,
 ) -> tuple[DiskPrefetcher | None, HandOver | None]:
-    """Return the prefetcher of blocks outside memory, and the hand-over of blocks, which is listening.
-
-    Args:
-        memory: the memory manager.
-        disk: blocks outside memory; None without such stores.
-        cache: options of the cache.
-        resolved: the resolved configuration.
-        groups: the cache groups.
-        stack: stack that closes the hand-over if a later part of the startup fails.
-        ranks: ranks that share the model; None for one process.
-
-    Raises:
-        ConfigError: the address of the hand-over cannot be bound.
-    """
+    """Return the prefetcher of blocks outside memory, and the hand-over of blocks, which is listening."""
     if disk is None:
         return None, None
     assert memory.archive is not None, "the memory was made without a disk"

@@ -57,15 +57,6 @@ def encoder_config(config: EngineConfig, checkpoint: Checkpoint, spec: EncoderSp
 
     Its prompts are as long as the model, the checkpoint's `max_seq_length`, `max_model_len` and a step's tokens allow.
     Without `max_num_batched_tokens` a step holds the longest prompt.
-
-    Args:
-        config: the user's configuration.
-        checkpoint: the model's files.
-        spec: the model.
-        device: "cpu" or "cuda".
-
-    Raises:
-        ConfigError: an option of the KV cache, or another one that an encoder cannot honour.
     """
     model, cache, scheduler = config.model, config.cache, config.scheduler
     for name, neutral in NEUTRAL.items():

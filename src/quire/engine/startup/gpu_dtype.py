@@ -15,25 +15,12 @@ BFLOAT16_CAPABILITY = (8, 0)
 
 
 def dtype_on(device: str, dtype: torch.dtype, option: str) -> torch.dtype:
-    """Return the dtype of the weights on a device: float16 where the GPU has no bfloat16 and `option` is "auto".
-
-    Args:
-        device: "cpu" or "cuda".
-        dtype: dtype that results from the option and the checkpoint.
-        option: value of the option `dtype`.
-
-    Raises:
-        ConfigError: see `dtype_for`.
-    """
+    """Return the dtype of the weights on a device: float16 where the GPU has no bfloat16 and `option` is "auto"."""
     return dtype if device != "cuda" else dtype_for(torch.cuda.get_device_capability(), dtype, option)
 
 
 def dtype_for(capability: tuple[int, int], dtype: torch.dtype, option: str) -> torch.dtype:
-    """Return the dtype of the weights for a compute capability; see `dtype_on`.
-
-    Raises:
-        ConfigError: the option is "bfloat16", and the GPU does not compute in it.
-    """
+    """Return the dtype of the weights for a compute capability; see `dtype_on`."""
     if dtype != torch.bfloat16 or capability >= BFLOAT16_CAPABILITY:
         return dtype
     found = f"compute capability {capability[0]}.{capability[1]}, and bfloat16 needs 8.0"

@@ -14,16 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_kv_events(config: EngineConfig, engine: Engine, disk: DiskBlocks | None) -> KVEventSource | None:
-    """Return the publication of an engine's KV events; None where the configuration has none.
-
-    Args:
-        config: configuration of the engine.
-        engine: the engine, whose memory is empty.
-        disk: blocks on disk; None without a disk cache.
-
-    Raises:
-        ConfigError: the optional package is not installed, or an endpoint cannot be used.
-    """
+    """Return the publication of an engine's KV events; None where the configuration has none."""
     options = config.cache.kv_events
     if options is None:
         return None

@@ -93,11 +93,7 @@ class LoadedModel:
 
 
 def load_part(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
-    """Load the part of a model that this process computes, and build its engine; see `quire.engine.startup.start.load`.
-
-    Raises:
-        ConfigError: an option or a checkpoint that cannot be honoured; the message names the fix.
-    """
+    """Load the part of a model that this process computes, and build its engine; see `quire.engine.startup.start.load`."""
     try:
         return _load(config, wrap, ranks)
     except torch.OutOfMemoryError as error:
@@ -182,11 +178,7 @@ def _open(options: ModelConfig) -> Checkpoint:
 
 
 def _with_kernels(config: EngineConfig) -> tuple[EngineConfig, str]:
-    """Return the configuration with the kernels chosen for its device, and the device.
-
-    Raises:
-        ConfigError: CUDA graphs are requested, which these kernels do not support.
-    """
+    """Return the configuration with the kernels chosen for its device, and the device."""
     device = pick_device(config.model.device)
     kernels = choose_kernels(torch.device(device), config.model.kernels)
     config.graphs.check_kernels(kernels)
@@ -247,11 +239,7 @@ def _resolve(
     device: str,
     ranks: Ranks | None,
 ) -> tuple[EngineConfig, ResolvedConfig]:
-    """Return the options, fitted to the available memory, and resolved with the facts of machine and model.
-
-    Raises:
-        ConfigError: the machine lacks the resources that the options require.
-    """
+    """Return the options, fitted to the available memory, and resolved with the facts of machine and model."""
     limit = None
     if ranks is None:
         machine = probe(device)
@@ -276,11 +264,7 @@ def _media_reader(model: Decoder | Encoder, memory: KVCacheManager) -> Embedding
 
 
 def _open_log(path: str | None) -> TextIO | None:
-    """Open the file for the record of memory commands; None without a path.
-
-    Raises:
-        ConfigError: the file exists, possibly from a crash, or cannot be written.
-    """
+    """Open the file for the record of memory commands; None without a path."""
     if path is None:
         return None
     try:
@@ -296,11 +280,7 @@ def _open_log(path: str | None) -> TextIO | None:
 def _memory(
     resolved: ResolvedConfig, sizing: ArenaSizing, log: TextIO | None, disk: DiskBlocks | None
 ) -> KVCacheManager:
-    """Return the memory manager, with the bytes of `num_blocks` blocks of every token group and the null blocks.
-
-    Raises:
-        ConfigError: the swap space holds no block.
-    """
+    """Return the memory manager, with the bytes of `num_blocks` blocks of every token group and the null blocks."""
     least = least_host_bytes(sizing.specs)
     if 0 < resolved.swap_space < least:
         raise ConfigError(

@@ -50,10 +50,6 @@ def read_default_params(checkpoint: Checkpoint, source: str) -> dict[str, Any]:
 
     Those of a folder are in generation_config.json, those of a GGUF file in its own metadata: a generation_config.json
     beside the file is not read.
-
-    Args:
-        checkpoint: checkpoint of the model.
-        source: option `generation_config`: "auto", or "vllm" for no parameters.
     """
     if source != "auto":
         return {}

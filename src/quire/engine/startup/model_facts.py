@@ -38,15 +38,7 @@ def cache_groups(config: EngineConfig, model: Decoder | Encoder, stored: str) ->
 def model_facts(
     config: EngineConfig, model: Decoder | Encoder, groups: Sequence[KVCacheSpec], step: StepCost, device: str
 ) -> ModelFacts:
-    """Return the model's facts for the resolution of the configuration.
-
-    Args:
-        config: configuration of the engine.
-        model: the model.
-        groups: the cache groups.
-        step: memory of the largest step.
-        device: "cpu" or "cuda".
-    """
+    """Return the model's facts for the resolution of the configuration."""
 
     def concurrency(num_blocks: int) -> int:
         return memory_concurrency(config, size_pool(groups, num_blocks), max_model_len, device)
@@ -74,11 +66,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def stored_dtype(config: EngineConfig, dtype: torch.dtype) -> str:
-    """Return the name of the dtype of stored keys and values.
-
-    Raises:
-        ConfigError: a dtype that the deterministic kernels do not support, with `deterministic`.
-    """
+    """Return the name of the dtype of stored keys and values."""
     stored, plain = config.cache.kv_cache_dtype, _name(dtype)
     if stored == "auto":
         return plain
@@ -92,15 +80,7 @@ def stored_dtype(config: EngineConfig, dtype: torch.dtype) -> str:
 def step_cost(
     config: EngineConfig, model: Decoder | Encoder, draft: Decoder | None, device: str, stored: str
 ) -> StepCost:
-    """Return the GPU memory of a step; zero on a CPU, where it is not measured, and for an encoder.
-
-    Args:
-        config: configuration of the engine.
-        model: the model.
-        draft: a draft model, which runs before it, or its MTP head, which runs after it too.
-        device: "cpu" or "cuda".
-        stored: dtype of stored keys and values.
-    """
+    """Return the GPU memory of a step; zero on a CPU, where it is not measured, and for an encoder."""
     if device == "cpu" or isinstance(model, Encoder):
         return StepCost()
     limits = StepLimits(

@@ -74,12 +74,7 @@ def run(ranks: Ranks, config: EngineConfig) -> int:
 
 
 def follow(ranks: Ranks, config: EngineConfig) -> None:
-    """Load this rank's shard of the model, and replay the commands of rank 0 until the last.
-
-    Raises:
-        ConfigError: the model cannot be loaded.
-        WorkerError: a step failed, a rank has failed, or ranks have come to differ.
-    """
+    """Load this rank's shard of the model, and replay the commands of rank 0 until the last."""
     own = EngineConfig.from_options(**{**config.to_options(), **OF_LEADER})
     loaded = load_part(own, Wrappers(), ranks)
     engine = loaded.engine
@@ -93,12 +88,7 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
 
 
 def _commands_of_parts(loaded: LoadedModel, *, runs_ahead: bool) -> dict[str, Callable[..., None]]:
-    """Return the functions that repeat the commands of rank 0 to other parts than the scheduler; see `CommandReplay`.
-
-    Args:
-        loaded: the model, with its engine.
-        runs_ahead: see `RankGroup`.
-    """
+    """Return the functions that repeat the commands of rank 0 to other parts than the scheduler; see `CommandReplay`."""
     engine, prefetch = loaded.engine, loaded.disk_prefetch
     commands: dict[str, Callable[..., None]] = {}
     if engine.adapters is not None and isinstance(engine.adapters.slots, FollowerSlots):

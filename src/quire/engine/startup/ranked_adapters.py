@@ -20,13 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class LeaderSlots:
-    """The slots of all ranks, on rank 0.
-
-    Args:
-        inner: slots of this rank.
-        calls: questions to the others.
-        log: function that writes down what a slot has: its number, and digest and folder of the adapter or None twice.
-    """
+    """The slots of all ranks, on rank 0."""
 
     def __init__(
         self, inner: AdapterSlots, calls: RankCalls, log: Callable[[int, str | None, str | None], None]
@@ -34,12 +28,7 @@ class LeaderSlots:
         self._inner, self._calls, self._log = inner, calls, log
 
     def read(self, folder: Path) -> Adapter:
-        """Read an adapter on all ranks; thread-safe, and may take long.
-
-        Raises:
-            CheckpointError: see `AdapterSlots.read`, or another rank cannot read it, or reads another one.
-            WorkerError: a rank has failed.
-        """
+        """Read an adapter on all ranks; thread-safe, and may take long."""
         folder = folder.absolute()
         with self._calls.ask(str(folder)) as answers:
             adapter = self._inner.read(folder)
@@ -57,13 +46,7 @@ class LeaderSlots:
 
 
 class FollowerSlots:
-    """The slots of another rank, which follow those of rank 0.
-
-    Args:
-        inner: slots of this rank.
-        limit: maximum number of adapters that are kept between their reading and their use; others are read again.
-            Fewer are kept where a GPU's memory for adapters is short.
-    """
+    """The slots of another rank, which follow those of rank 0."""
 
     def __init__(self, inner: AdapterSlots, limit: int) -> None:
         self._inner, self._limit = inner, limit
@@ -100,12 +83,7 @@ class FollowerSlots:
             return self._unused.pop(next(iter(self._unused), ""), None) is not None
 
     def repeat(self, slot: int, digest: str | None, folder: str | None) -> None:
-        """Set the adapter of a slot as rank 0 has.
-
-        Raises:
-            CheckpointError: it was let go, and cannot be read again.
-            LockstepDrift: the folder has another one now.
-        """
+        """Set the adapter of a slot as rank 0 has."""
         if digest is None or folder is None:
             self.put(slot, None)
             return

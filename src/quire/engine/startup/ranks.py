@@ -39,10 +39,6 @@ def start(config: EngineConfig) -> Ranks | None:
     """Start the other ranks of a model, of which this process is rank 0; None for a model of one process.
 
     Where torchrun has started all ranks, they connect to each other. On GPUs, each rank takes its own GPU.
-
-    Raises:
-        ConfigError: the ranks cannot be started as the options say.
-        WorkerError: a rank does not start.
     """
     if config.parallel.num_ranks == 1:
         return None
@@ -63,11 +59,7 @@ def start(config: EngineConfig) -> Ranks | None:
 
 
 def check_shared(config: EngineConfig) -> None:
-    """Check that the ranks can share the model, before any of them starts.
-
-    Raises:
-        ConfigError: the model cannot be divided; the message names the layer, or the reason.
-    """
+    """Check that the ranks can share the model, before any of them starts."""
     checkpoint = Checkpoint.open(config.model.model, config.model.revision)
     if find_encoder(checkpoint.config) is None:  # `encoder_config` checks the options of encoders
         spec, _ = build(without_quantization(checkpoint.config))

@@ -41,16 +41,7 @@ def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
 
 
 def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) -> Checkpoint | None:
-    """Open the draft model's checkpoint, if there is one, and check that it can make drafts for the target.
-
-    Args:
-        config: configuration of the engine.
-        decoder: decoder of the target.
-        tokenizer: tokenizer of the target, None where the engine works on token ids only.
-
-    Raises:
-        ConfigError: the draft model cannot be found or read, has another vocabulary, or a shorter context.
-    """
+    """Open the draft model's checkpoint, if there is one, and check that it can make drafts for the target."""
     name = config.speculative.draft_model
     if name is None:
         return None
@@ -76,24 +67,7 @@ def load_draft(
     load: Callable[..., Decoder],
     ranks: Ranks | None = None,
 ) -> tuple[Checkpoint | None, Decoder | None]:
-    """Load the model that makes drafts, if there is one: a draft model, or the target's MTP head.
-
-    Args:
-        config: configuration of the engine.
-        checkpoint: files of the target.
-        decoder: decoder of the target, with all its weights.
-        tokenizer: tokenizer of the target, None where the engine works on token ids only.
-        load: function that loads the decoder of a checkpoint: whole or, given `ranks`, this rank's shard.
-        ranks: ranks that share the target; None for one process. A draft model is sharded as the target is, or
-            replicated on every rank where that is impossible.
-
-    Returns:
-        The checkpoint of a draft model, and the decoder.
-
-    Raises:
-        ConfigError: see `open_draft`, or the target has no MTP head.
-        CheckpointError: a tensor is missing or wrong.
-    """
+    """Load the model that makes drafts, if there is one: a draft model, or the target's MTP head."""
     if config.speculative.speculative_method == "mtp":
         return None, _load_mtp_head(config, checkpoint, decoder, ranks)
     guide = open_draft(config, decoder, tokenizer)

@@ -38,11 +38,7 @@ def open_tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | 
 
 
 def _template_of(tokenizer: Tokenizer, path: str) -> ChatTemplate:
-    """Return the chat template in a file.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no template for conversations.
-    """
+    """Return the chat template in a file."""
     source = read_template(Path(path).expanduser())
     if source is None:
         raise ConfigError(f"chat_template {path!r} is no file", field="chat_template")

@@ -24,18 +24,7 @@ LOSSLESS_SHARE: Final = 0.75
 def check_weights(
     options: ModelConfig, parallel: ParallelConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype
 ) -> None:
-    """Refuse a model whose weights cannot fit: a host that runs out of memory ends the process without a word.
-
-    Args:
-        options: options of the model.
-        parallel: ranks and stages; each of them has its part of the weights.
-        checkpoint: files of the model.
-        device: "cpu" or "cuda".
-        dtype: dtype of the weights.
-
-    Raises:
-        ConfigError: the weights take more memory than there is; the message proposes forms that take less.
-    """
+    """Refuse a model whose weights cannot fit: a host that runs out of memory ends the process without a word."""
     is_gguf = checkpoint.gguf_fields is not None
     if read_quantization_config(checkpoint.config) is not None or (is_gguf and options.quantization is not None):
         return  # what these take depends on what each tensor is stored as

@@ -74,19 +74,7 @@ def capture_steps(
     options: CaptureOptions,
     first_group: int = 0,
 ) -> CapturedSteps:
-    """Capture steps; this writes to the null blocks.
-
-    Args:
-        decoder: the model; for an MTP head, its draft passes are captured.
-        storages: memory of its cache groups.
-        num_blocks: B of each of them.
-        block_size: N.
-        options: steps to capture.
-        first_group: index of the first of its cache groups in the block tables.
-
-    Returns:
-        The captured steps, with None for those that cannot be captured, which is logged: they run eagerly.
-    """
+    """Capture steps; this writes to the null blocks."""
     if not isinstance(decoder.ops, MakesStaticSteps):
         return CapturedSteps()
     if isinstance(decoder, MTPHead):  # its last group has hidden states of the target, which no captured pass reads
@@ -113,12 +101,7 @@ def _kind_of_ladder(decoder: Decoder, options: CaptureOptions) -> type[GraphLadd
 
 
 def capture_on(device: torch.device, ranks: RankGroup | None = None) -> StepCapture:
-    """Return the capture for a device: CUDA graphs, or a tape of launches where Triton interprets its kernels.
-
-    Args:
-        device: the device.
-        ranks: ranks that make the same calls, with all-reduces in them; None for a single process.
-    """
+    """Return the capture for a device: CUDA graphs, or a tape of launches where Triton interprets its kernels."""
     if device.type == "cuda":
         capture: StepCapture = CudaCapture(device)
     else:

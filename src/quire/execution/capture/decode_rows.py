@@ -25,11 +25,7 @@ def rows_of(items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
 
 
 def few_rows_of(items: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledSequence], list[int] | None] | None:
-    """Return items as decodes of one token each, and the number of consecutive decodes of each sequence.
-
-    Returns:
-        None in place of the numbers if each sequence has one decode; None if a sequence has too many tokens.
-    """
+    """Return items as decodes of one token each, and the number of consecutive decodes of each sequence."""
     counts = [len(item.token_ids) for item in items]
     most = max(counts)
     if most == 1:

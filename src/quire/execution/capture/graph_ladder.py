@@ -39,12 +39,7 @@ TABLES_PER_POOL: Final = 4
 
 
 class CapturedStep:
-    """A captured decode step of one size, from token ids and block tables to logits; all tensors are static.
-
-    Args:
-        size: number of rows.
-        call: the captured call.
-    """
+    """A captured decode step of one size, from token ids and block tables to logits; all tensors are static."""
 
     __slots__ = ("_call", "size")
 
@@ -83,18 +78,6 @@ class GraphLadder:
     Steps that read shared prefixes once need additional launches, which would slow down other steps. So they are
     captured separately, for fewer sizes: padding costs little compared to what they save. Steps with adapters, with
     two more launches per linear layer, are separate too; in these each row reads its shared prefix by itself.
-
-    Args:
-        decoder: the model, whose backend makes static steps.
-        storages: memory of its cache groups; of an MTP head, only of the first groups, those that its layers read.
-        sizes: numbers of rows to capture, ascending.
-        limits: the largest step.
-        block_size: N.
-        capture: captures calls.
-        first_group: index of the first of its cache groups in the block tables.
-
-    Raises:
-        RuntimeError: a step cannot be captured.
     """
 
     def __init__(
@@ -198,14 +181,7 @@ class GraphLadder:
         adapted: LoraRows | None = None,
         counts: Sequence[int] | None = None,
     ) -> ReplayedStep:
-        """Compute a step.
-
-        Args:
-            items: items that `takes` accepted.
-            builder: has their block tables, with a slot for the token of each.
-            adapted: rows with adapters that `takes_adapters` accepted; None if no row has an adapter.
-            counts: number of consecutive items of each sequence; None if each sequence has one item.
-        """
+        """Compute a step."""
         count, laid = len(items), self._lay_out(items, builder, counts)
         shares = adapted is None and bool(self._sharing_steps) and self._share(laid)
         steps = self._sharing_steps if shares else self._steps if adapted is None else self._adapted_steps
@@ -316,11 +292,7 @@ def _few_sizes(sizes: Sequence[int]) -> list[int]:
 def _static_group(
     decoder: Decoder, cache: object, storage: Storage, memory: StaticMemory, limits: StaticLimits
 ) -> StaticTokens | StaticStates:
-    """Return the static buffers of a cache group.
-
-    Raises:
-        RuntimeError: the backend has no static buffers for such a cache.
-    """
+    """Return the static buffers of a cache group."""
     ops = decoder.ops
     assert isinstance(ops, MakesStaticSteps), "the backend has no static steps"
     if isinstance(storage, StateStorage):

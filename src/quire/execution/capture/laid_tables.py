@@ -40,15 +40,7 @@ class PlacedTables(NamedTuple):
 
 
 class TablePlace:
-    """The place of a table in static memory.
-
-    Args:
-        start, end: its range of the static memory, including the room to grow.
-
-    Attributes:
-        num_known: number of its entries that have been written.
-        stamp: stamp of the table when they were written.
-    """
+    """The place of a table in static memory."""
 
     __slots__ = ("end", "num_known", "stamp", "start")
 
@@ -58,12 +50,7 @@ class TablePlace:
 
 
 class LaidTables:
-    """Lays out the block tables of one cache group, and remembers their places.
-
-    Args:
-        table: static memory for the tables; nobody else writes to it.
-        block_size: N.
-    """
+    """Lays out the block tables of one cache group, and remembers their places."""
 
     def __init__(self, table: StaticTable, block_size: int) -> None:
         self._host, self._block_size = table.host, block_size
@@ -79,14 +66,7 @@ class LaidTables:
     def lay(
         self, tables: Sequence[BlockTable], positions: Sequence[int], changed: Sequence[int] | None = None
     ) -> PlacedTables:
-        """Lay tables out; nothing may read the static memory during the call.
-
-        Args:
-            tables: table of each row; rows of one sequence have the same.
-            positions: position of each row in its sequence: table entries after that position's block are not read.
-            changed: rows whose tables may differ from the last call's, ascending; all others are unchanged. None where
-                any may differ.
-        """
+        """Lay tables out; nothing may read the static memory during the call."""
         rows, self._rows = self._rows, None  # if writing fails, the next step writes all tables
         if rows is None or (changed is None and 2 * len(tables) < self._num_rows):
             return self._lay_all(tables, positions)

@@ -42,15 +42,6 @@ class PiecewiseLadder:
     ```
      rows   | a step's rows, n of them: prompts, decodes | padding: token 0 at position 0, in the null block |
     ```
-
-    Args:
-        decoder: the model.
-        storages: memory of its cache groups.
-        sizes: numbers of rows to capture, ascending.
-        capture: captures calls.
-
-    Raises:
-        RuntimeError: a step cannot be captured.
     """
 
     def __init__(

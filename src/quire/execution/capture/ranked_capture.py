@@ -22,29 +22,17 @@ class RankedCapture:
 
     A replayed step has padding rows, and an eager one has none. So a call that one rank cannot capture is captured by
     none: the shapes of their all-reduces would differ.
-
-    Args:
-        inner: captures the calls of this rank.
-        ranks: the ranks.
     """
 
     def __init__(self, inner: StepCapture, ranks: RankGroup) -> None:
         self._inner, self._ranks = inner, ranks
 
     def capture(self, run: Callable[[], object]) -> CapturedCall:
-        """Capture a call; see `StepCapture`.
-
-        Raises:
-            RuntimeError: a rank cannot capture it.
-        """
+        """Capture a call; see `StepCapture`."""
         return self._agreed(lambda: self._inner.capture(run))
 
     def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[CapturedCall]:
-        """Capture a call in pieces; see `StepCapture`.
-
-        Raises:
-            RuntimeError: a rank cannot capture it.
-        """
+        """Capture a call in pieces; see `StepCapture`."""
         return self._agreed(lambda: self._inner.capture_pieces(run))
 
     def _agreed(self, capture: Callable[[], T]) -> T:
@@ -69,11 +57,6 @@ def seen_sums(
     """Pass each kernel launch and each all-reduce that is made in this context to a function.
 
     On CPUs, an all-reduce is not a torch operator, so that a tape would miss it. See `SeenLaunches`.
-
-    Args:
-        ranks: the ranks.
-        seen_launches: does so for kernel launches.
-        see: function that is given a launch.
     """
     transport = ranks.transport
     ranks.transport = _SeenTransport(transport, see)

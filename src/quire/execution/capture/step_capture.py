@@ -45,11 +45,7 @@ class StepCapture(Protocol):
 
 
 class CudaCapture:
-    """Captures calls as CUDA graphs, which share a memory pool: replay them one after the other, on one stream.
-
-    Args:
-        device: device of the graphs.
-    """
+    """Captures calls as CUDA graphs, which share a memory pool: replay them one after the other, on one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

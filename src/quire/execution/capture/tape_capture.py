@@ -91,11 +91,7 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: An
 
 
 class TapeCapture:
-    """Captures calls on a CPU.
-
-    Args:
-        seen_launches: intercepts launches of kernels, which are not torch operators.
-    """
+    """Captures calls on a CPU."""
 
     def __init__(self, seen_launches: SeenLaunches) -> None:
         self._seen_launches = seen_launches

@@ -101,13 +101,7 @@ class DeferredTokens:
 
 
 class AheadBatchBuilder(BatchBuilder):
-    """A builder of batches that replaces placeholders on the device; the host does not wait.
-
-    Args:
-        block_size, device, cache: see `BatchBuilder`.
-        deferred: has the tokens that placeholders stand for; with ranks, only on rank 0, which samples them.
-        ranks: the ranks, which all lay out the same items; None for one process.
-    """
+    """A builder of batches that replaces placeholders on the device; the host does not wait."""
 
     def __init__(
         self,
@@ -142,11 +136,7 @@ class AheadBatchBuilder(BatchBuilder):
         self._fill(input_ids, items, range(len(items)))
 
     def _fill(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:
-        """Replace placeholders; other ranks get the tokens from rank 0 by `RankGroup.of_first`.
-
-        Args:
-            input_ids, items, rows: see `DeferredTokens.fill`.
-        """
+        """Replace placeholders; other ranks get the tokens from rank 0 by `RankGroup.of_first`."""
         ranks = self._ranks
         if ranks is None or ranks.rank == 0:
             self._deferred.fill(input_ids, items, rows)

@@ -51,11 +51,7 @@ class DeviceDrafts:
         self._copy = HostCopy(self._token_ids)
 
     def of_rows(self, items: Sequence[ScheduledSequence]) -> DeviceTokens:
-        """Return the drafts as tokens of the items' batch.
-
-        Args:
-            items: items of the step, with placeholders for drafts at their ends.
-        """
+        """Return the drafts as tokens of the items' batch."""
         starts = row_starts_of(items)
         rows = [
             starts[idx + 1] - items[idx].num_draft + depth
@@ -84,23 +80,14 @@ def num_wanted(items: Sequence[ScheduledSequence]) -> list[int]:
 
 
 class DraftingBatchBuilder(BatchBuilder):
-    """A builder of batches whose drafts are known only on the device; see `BatchBuilder`.
-
-    Attributes:
-        known: tokens for the placeholders of the items that are laid out next; None without placeholders.
-    """
+    """A builder of batches whose drafts are known only on the device; see `BatchBuilder`."""
 
     known: DeviceTokens | None = None
 
     def take_drafts(
         self, items: Sequence[ScheduledSequence], passes: Sequence[tuple[Sequence[int], Tensor]]
     ) -> DeviceDrafts | None:
-        """Return the drafts of a step, and keep them as `known` for its items; None without passes.
-
-        Args:
-            items: see `DeviceDrafts.of_rows`.
-            passes: see `DeviceDrafts`; there may be none.
-        """
+        """Return the drafts of a step, and keep them as `known` for its items; None without passes."""
         drafts = DeviceDrafts(passes) if passes else None
         self.known = None if drafts is None else drafts.of_rows(items)
         return drafts

@@ -40,15 +40,6 @@ class DraftModel:
     Ranks that share the target make the same drafts: all of them run this. The host launches all passes, and then the
     target, before it knows a draft.
 
-    Args:
-        decoder: decoder with the target's vocabulary.
-        builder: follows the plans, for the groups of both.
-        storages: memory of its groups.
-        groups: indices of its cache groups among all.
-
-    Attributes:
-        ladder: its captured steps; None if none were captured.
-
     Source: speculative sampling, arXiv 2211.17192 and 2302.01318.
     """
 
@@ -104,12 +95,7 @@ class DraftModel:
 def with_drafts(
     results: Sequence[ItemResult], planned: Sequence[ScheduledSequence], run: Sequence[ScheduledSequence]
 ) -> list[ItemResult]:
-    """Return results that tell the drafts which a model made.
-
-    Args:
-        planned: the items as they came.
-        run: the same with their drafts.
-    """
+    """Return results that tell the drafts which a model made."""
     return [
         result if item is before else result._replace(draft=tuple(item.token_ids[-item.num_draft :]))
         for result, before, item in zip(results, planned, run, strict=True)

@@ -37,15 +37,6 @@ class MTPDrafter:
     ```
 
     `follow` overwrites the keys and values that `guess` stored: the contents of blocks do not depend on drafts.
-
-    Args:
-        head: head of the model that the steps run.
-        builder: follows the plans, for the groups of both.
-        storages: memory of the head's groups.
-        groups: indices of the head's cache groups among all.
-
-    Attributes:
-        ladder: captured passes of `guess`; None if none were captured.
     """
 
     def __init__(
@@ -105,13 +96,7 @@ class MTPDrafter:
     def follow(
         self, items: Sequence[ScheduledSequence], hidden: Tensor, given: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Store the keys and values of a step's tokens, and the last hidden state of each sequence.
-
-        Args:
-            items: items of the step, with all drafts.
-            hidden: [T, E], hidden states of the target for all their tokens.
-            given: see `Decoder`.
-        """
+        """Store the keys and values of a step's tokens, and the last hidden state of each sequence."""
         batch = self._builder.lay_out(items, self._groups)
         none = self._builder.lay_out_ends(items, [0] * len(items), self._groups)
         *groups, states = batch.groups

@@ -109,12 +109,6 @@ def measure_graph_bytes(
 
 
 def graph_bytes(decodes: GraphBytes, both: GraphBytes, num_graphs: NumGraphs) -> int:
-    """Return the bytes of all captured steps, given those of the largest: smaller ones reuse its memory pool.
-
-    Args:
-        decodes: memory of decode steps.
-        both: memory of decode steps and a step in pieces, captured together.
-        num_graphs: numbers of steps.
-    """
+    """Return the bytes of all captured steps, given those of the largest: smaller ones reuse its memory pool."""
     of_decodes = -(-decodes.driver * num_graphs.decodes // max(1, num_graphs.measured))
     return both.reserved + of_decodes + max(0, both.driver - decodes.driver) * num_graphs.pieces

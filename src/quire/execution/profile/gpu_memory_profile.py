@@ -73,12 +73,7 @@ def measure_step_cost(
 
 
 def step_cost(limits: StepLimits, peak_bytes: Callable[[Items], int]) -> StepCost:
-    """Return the memory of the largest steps: bytes per cached token, and a fixed part.
-
-    Args:
-        limits: limits of steps.
-        peak_bytes: runs a step, and returns its peak memory.
-    """
+    """Return the memory of the largest steps: bytes per cached token, and a fixed part."""
     prefill = peak_bytes(prefill_items(limits))
     few, many = (decode_items(limits, count) for count in CONTEXTS)
     few_bytes, many_bytes = peak_bytes(few), peak_bytes(many)

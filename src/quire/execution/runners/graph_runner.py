@@ -27,12 +27,6 @@ class GraphRunner(ModelRunner):
     """Replays steps in which every sequence is known and has few tokens: decodes, and drafts to verify.
 
     See `ModelRunner`. Of other steps, such as those with prompts, it replays the pieces between attention.
-
-    Attributes:
-        ladder: captured decode steps; None if none were captured.
-        pieces: captured pieces of other steps; None if none were captured.
-        num_replayed: number of decode steps that were replayed as a whole.
-        num_replayed_in_pieces: number of other steps that were replayed in pieces.
     """
 
     ladder: GraphLadder | None = None
@@ -78,12 +72,7 @@ class GraphRunner(ModelRunner):
         return StepResult(plan.tick, tuple(results), found)
 
     def _can_replay(self, items: Sequence[ScheduledSequence], *, has_few: bool = False) -> bool:
-        """Say whether items are of known sequences, sample tokens, and need nothing but the model and adapters.
-
-        Args:
-            items: the items.
-            has_few: items may have more than one token each.
-        """
+        """Say whether items are of known sequences, sample tokens, and need nothing but the model and adapters."""
         if not items:
             return False
         if not isinstance(items, DecodeItems):

@@ -105,12 +105,7 @@ class RankedExecutor:
 
 
 class RankedStep(LaunchedStep):
-    """A step that was launched on all ranks.
-
-    Args:
-        step: the step of this rank.
-        watched: returns the context in which the host waits for it.
-    """
+    """A step that was launched on all ranks."""
 
     __slots__ = ("_step", "_watched")
 

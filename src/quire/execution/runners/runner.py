@@ -153,9 +153,6 @@ class ModelRunner:
         """Draw the tokens of all items from the hidden states of their last rows, [R, E].
 
         Of an item with drafts these are the rows of the drafts, and of the token before them.
-
-        Returns:
-            A result for each item, and the candidates of each group of beams.
         """
         sampled = [item for item in items if item.num_samples]
         known: dict[int, ItemResult] = {}

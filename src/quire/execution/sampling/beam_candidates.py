@@ -38,17 +38,7 @@ class BeamRow(NamedTuple):
 def find_candidates(
     logits: torch.Tensor, rows: Sequence[BeamRow], groups: Sequence[BeamGroup], keep: KeepTokens
 ) -> tuple[list[tuple[Candidate, ...]], dict[int, str]]:
-    """Return the best continuations of each group; of equals the earlier beam's, then the lower token id, come first.
-
-    Args:
-        logits: float32 [R, V], finite: a row for each beam, those of a group side by side, the groups in their order.
-        rows: row of each beam.
-        groups: groups of R beams together.
-        keep: applies masks of grammars.
-
-    Returns:
-        Candidates, best first, without those that are impossible; and for each row whose own processor failed, why.
-    """
+    """Return the best continuations of each group; of equals the earlier beam's, then the lower token id, come first."""
     width = min(max(group.num_candidates for group in groups), logits.shape[1])
     values, ids, errors = _best_of_rows(logits, rows, width, keep)
     values += torch.tensor([score for group in groups for score in group.scores], device=logits.device)[:, None]

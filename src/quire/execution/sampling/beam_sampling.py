@@ -18,17 +18,7 @@ from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSeq
 def sample_beams(
     sampler: Sampler, logits: torch.Tensor, items: Sequence[ScheduledSequence], groups: Sequence[BeamGroup]
 ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
-    """Draw the tokens of a step, and find the candidates of those items that are beams.
-
-    Args:
-        sampler: sampler of the step.
-        logits: see `Sampler.sample`.
-        items: see `Sampler.sample`.
-        groups: beam groups among the items, with their scores; may be empty.
-
-    Returns:
-        A result for each item, and the candidates of each group: none where an item of it failed.
-    """
+    """Draw the tokens of a step, and find the candidates of those items that are beams."""
     if not groups:
         return sampler.sample(logits, items), ()
     item_idx_of = {item.seq_id: item_idx for item_idx, item in enumerate(items)}
@@ -64,18 +54,6 @@ def sample_apart(
     """Sample the items of a step one by one, the beams of a search together, after all at once have failed.
 
     So whatever one of them asks for, the others get their tokens, unless the GPU has failed.
-
-    Args:
-        sampler: sampler of the step.
-        logits_of: computes the logits of some of the step's rows again, float32 [R, V].
-        items: see `Sampler.sample`.
-        groups: see `sample_beams`.
-
-    Returns:
-        See `sample_beams`; an item that fails again has an error.
-
-    Raises:
-        RuntimeError: see `require_device`.
     """
     require_device()
     sampler.begin(items)

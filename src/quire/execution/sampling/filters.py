@@ -14,10 +14,6 @@ def apply_top_n_sigma(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
     Temperature scales both alike, so it does not matter which is first. Tokens that are forbidden already count in
     nothing.
 
-    Args:
-        logits: float32 [R, V], changed; every row has a finite maximum.
-        num_sigmas: float64 [R].
-
     Source: top-n-sigma, arXiv 2411.07641.
     """
     is_open = logits.isfinite()
@@ -32,10 +28,6 @@ def apply_top_n_sigma(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
 def apply_typical_p(logits: torch.Tensor, typical_p: torch.Tensor) -> None:
     """Forbid tokens whose surprise is far from the expected one, the entropy: kept is the smallest set of the least
     far ones whose probability reaches `typical_p`. Of equally far ones the lower token id comes first.
-
-    Args:
-        logits: float32 [R, V], changed; every row has a finite maximum.
-        typical_p: typical probability in (0, 1], float64 [R].
 
     Source: locally typical sampling, arXiv 2202.00666.
     """

@@ -27,13 +27,7 @@ KeepTokens = Callable[[torch.Tensor, Sequence[int], Sequence[torch.Tensor]], Non
 
 
 class LogitsProcessing:
-    """One sequence's changes of its logits.
-
-    Args:
-        new_sequence: parameters of the sequence, from the plan.
-        device: device of the logits.
-        grammar_state: grammar state of `structured_outputs`.
-    """
+    """One sequence's changes of its logits."""
 
     def __init__(
         self, new_sequence: NewSequence, device: torch.device, grammar_state: MaskedOutput | None = None
@@ -85,16 +79,7 @@ class LogitsProcessing:
 def adjust(
     logits: torch.Tensor, rows: Sequence[tuple[int, LogitsProcessing, int]], keep: KeepTokens = apply_token_bitmask
 ) -> dict[int, str]:
-    """Apply what requests ask for to the named rows, in place.
-
-    Args:
-        logits: float32 [R, V].
-        rows: row, its sequence's adjustments, and the position of the token that the row's logits are for.
-        keep: applies masks of grammars.
-
-    Returns:
-        For each row whose own processor or grammar failed, why.
-    """
+    """Apply what requests ask for to the named rows, in place."""
     errors = constrain(logits, rows, keep)
     keep_only(logits, [(row, own.allowed_ids) for row, own, _ in rows if own.allowed_ids is not None])
     add_bias(logits, [(row, own.bias_ids, own.bias) for row, own, _ in rows if len(own.bias_ids)])

@@ -21,13 +21,7 @@ def rows_per_tile(vocab_size: int) -> int:
 
 
 def measure(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Measure one token of each row.
-
-    Args:
-        logits: float32 [R, V], finite maximum in each row.
-        token_ids: the token to measure in each row.
-        counts: number of most probable tokens to list for each row.
-    """
+    """Measure one token of each row."""
     ids = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = logits.gather(1, ids)
     # Row by row; `logsumexp` adds up a single row on several threads, and so differently.
@@ -60,9 +54,6 @@ def measure_prompt(
         token_ids: the tokens.
         count: number of most probable tokens to list for each.
         vocab_size: V.
-
-    Returns:
-        One entry for each token; None where logits are not finite.
     """
     measures: list[TokenLogprobs] = []
     tile = rows_per_tile(vocab_size)

@@ -19,10 +19,6 @@ MAX_PENALTY = 1e30
 def penalize_tokens(logits: torch.Tensor, penalized: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
     """Apply the repetition penalty to tokens seen anywhere, and the other two to tokens of the output.
 
-    Args:
-        logits: float32 [R, V], changed.
-        penalized: a row, its parameters, and its sequence's tokens.
-
     Source: CTRL, arXiv 1909.05858, for the repetition penalty.
     """
     device = logits.device

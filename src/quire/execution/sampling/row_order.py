@@ -9,15 +9,7 @@ import torch
 
 
 def stable_topk(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` greatest logits of each row; among finite equals the lower token id comes first.
-
-    Args:
-        logits: float32 [R, V].
-        count: number of tokens, at most V.
-
-    Returns:
-        Values and token ids, both [R, count], best first.
-    """
+    """Return the `count` greatest logits of each row; among finite equals the lower token id comes first."""
     if count == logits.shape[1]:
         ids = ascending_order(-logits)
         return logits.gather(1, ids), ids
@@ -38,12 +30,6 @@ def ascending_order(values: torch.Tensor) -> torch.Tensor:
     """Return the token ids of each row by ascending value; the lower one of equals comes first.
 
     On CPUs 262,144 integers of one row are sorted in an eighth of the time that rows of floats take.
-
-    Args:
-        values: float32 or float64 [R, V], none NaN.
-
-    Returns:
-        int64 [R, V].
     """
     if values.device.type != "cpu":
         return values.argsort(dim=-1, stable=True)

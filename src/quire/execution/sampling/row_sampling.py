@@ -49,13 +49,7 @@ class SequenceParameters(NamedTuple):
 
 
 class SamplingState:
-    """The sampling state of one sequence, from its first plan until it is finished.
-
-    Args:
-        new_sequence: parameters of the sequence, from the plan.
-        device: device of the logits.
-        grammar_state: grammar state of `structured_outputs`.
-    """
+    """The sampling state of one sequence, from its first plan until it is finished."""
 
     def __init__(
         self, new_sequence: NewSequence, device: torch.device, grammar_state: MaskedOutput | None = None
@@ -151,13 +145,7 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> 
 
 
 def refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int, str]:
-    """Return an error for each row whose greatest logit [R, 1] is not finite, and zero its logits.
-
-    Args:
-        logits: float32 [R, V], changed.
-        greatest: maximum of each row.
-        error: error for rows whose logits are all minus infinity.
-    """
+    """Return an error for each row whose greatest logit [R, 1] is not finite, and zero its logits."""
     refused = {row: value for row, (value,) in enumerate(greatest.tolist()) if not isfinite(value)}
     for row in refused:
         logits[row].zero_()

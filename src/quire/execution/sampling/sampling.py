@@ -45,11 +45,6 @@ class Filter(NamedTuple):
 def uniform(seed: int, sample_idx: int, position: int) -> float:
     """Return the number in [0, 1) that decides one draw.
 
-    Args:
-        seed: the sequence's seed, any 64-bit integer.
-        sample_idx: index of the sample in its request.
-        position: position of the drawn token in its sequence.
-
     Source: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), used as a hash of a counter.
     """
     value = _mixed(seed)
@@ -72,15 +67,6 @@ def draw(
 
     Filters apply in the order temperature, top_n_sigma, typical_p, min_p, top_k, top_p; each is applied to the tokens
     that the previous one kept.
-
-    Args:
-        logits: float32 [R, V], overwritten; every row has a finite maximum.
-        filters: one for each row.
-        points: uniform numbers in [0, 1), float64 [R, n]: `n` draws from each row.
-        is_sparse: whether rows may have many logits of -inf; it changes the time, not the result.
-
-    Returns:
-        Token ids, int64 [R, n].
 
     Source: top_p is nucleus sampling, arXiv 1904.09751; min_p is of arXiv 2407.01082.
     """
@@ -135,13 +121,6 @@ def _draw_filtered(
 
     Most nuclei fit into the first few hundred tokens; only rows whose nucleus does not are processed again, with the
     next of `WIDTHS`, and at last with the whole vocabulary. The kept tokens and their order do not depend on the width.
-
-    Args:
-        logits: float32 [R, V], divided by temperature, the maximum at 0.
-        rows: the rows to draw for, int64.
-        filters: one for each of `rows`.
-        points: uniform numbers, as for `draw`, for all R rows.
-        drawn: output for the tokens, int64 [R, n].
     """
     vocab_size, device = logits.shape[1], logits.device
     top_k = torch.tensor([min(f.top_k or vocab_size, vocab_size) for f in filters], device=device)
@@ -186,13 +165,6 @@ def invert_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
     Sums are computed in float64 on two levels, by chunks and then within one chunk, so that no cumulative sum over a
     whole vocabulary is ever stored.
-
-    Args:
-        weights: not negative, float32 [R, W]; each row has one above 0.
-        points: uniform numbers in [0, 1), float64 [R, n].
-
-    Returns:
-        Column indices of weights above 0, int64 [R, n].
     """
     width = weights.shape[1]
     sums = chunk_sums(weights)

@@ -30,10 +30,6 @@ class TokenHistory:
     ```
      tokens   |<-- counted -->|<-- not yet -->|
     ```
-
-    Args:
-        token_ids: prompt and output so far.
-        num_prompt: number of tokens, of these and all later ones, that are the prompt.
     """
 
     def __init__(self, token_ids: Sequence[int], num_prompt: int) -> None:
@@ -50,13 +46,7 @@ class TokenHistory:
         self._num_counted = len(self._token_ids)
 
     def sync(self, start: int, token_ids: Sequence[int], *, is_end: bool) -> None:
-        """Make the tokens at `[start, start + len)` those given, and drop what a roll back has made untrue.
-
-        Args:
-            start: position of the first given token; at most the number of tokens known.
-            token_ids: the tokens from there on.
-            is_end: True where the sequence ends with them; otherwise known tokens after them stay (the prompt's rest).
-        """
+        """Make the tokens at `[start, start + len)` those given, and drop what a roll back has made untrue."""
         known = self._token_ids
         assert start <= len(known), f"tokens [{len(known)}, {start}) were never named"
         end = start + len(token_ids)

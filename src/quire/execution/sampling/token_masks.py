@@ -23,9 +23,6 @@ class BadWords:
 
     All tokens of a word but the last are in a tree, the latest first, so a look at an output ends with the first token
     that no word has there.
-
-    Args:
-        words: each of at least one token.
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:

@@ -33,12 +33,6 @@ def verify(
 
     Rows that depend on the tokens before them are sampled in waves, one row of each item; the others all at once.
 
-    Args:
-        logits: see `Sampler.sample`.
-        items: items, some of which have drafts.
-        states: sampling states of their sequences.
-        keep: see `Sampler`.
-
     Source: speculative sampling, arXiv 2211.17192.
     """
     starts = list(accumulate((1 + item.num_draft for item in items), initial=0))
@@ -76,12 +70,7 @@ def _learn_draft(item: ScheduledSequence, state: SamplingState, draft_idx: int, 
 
 
 def run_result(item: ScheduledSequence, rows: Sequence[ItemResult]) -> ItemResult:
-    """Return the result of an item, up to the first error.
-
-    Args:
-        item: the item.
-        rows: results of the row before its drafts, and of the row of each draft.
-    """
+    """Return the result of an item, up to the first error."""
     if rows[0].error is not None or not item.num_draft:
         return rows[0]
     # An error of a later row is left to the next step, which meets it again; tokens accepted before it are kept.

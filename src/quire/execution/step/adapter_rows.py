@@ -10,11 +10,7 @@ from quire.scheduling.plan import ScheduledSequence, StepPlan
 
 
 class AdapterRows:
-    """Keeps the adapter of each open sequence.
-
-    Attributes:
-        by_sequence: adapter slot of the open sequences that have one, by sequence id.
-    """
+    """Keeps the adapter of each open sequence."""
 
     def __init__(self) -> None:
         self.by_sequence: dict[int, int] = {}
@@ -34,12 +30,7 @@ class AdapterRows:
     def rows(
         self, items: Sequence[ScheduledSequence], output_counts: Sequence[int] | None
     ) -> tuple[LoraRows, LoraRows | None] | None:
-        """Return the rows with an adapter, among all rows and among output rows; None where no row has one.
-
-        Args:
-            items: items of the step.
-            output_counts: number of output rows of each item, its last ones; None where all rows are output rows.
-        """
+        """Return the rows with an adapter, among all rows and among output rows; None where no row has one."""
         slots = self._slots(items)
         of_all = LoraRows.of(slots, [len(item.token_ids) for item in items])
         if of_all is None:

@@ -40,12 +40,7 @@ class Batch:
 
 
 class BlockTable:
-    """One sequence's blocks in one cache group: an array that grows, and is cut or overwritten in place.
-
-    Attributes:
-        ids: block ids; only `change` changes them.
-        stamp: a globally unique version. As long as it is the same, the table has only been appended to.
-    """
+    """One sequence's blocks in one cache group: an array that grows, and is cut or overwritten in place."""
 
     __slots__ = ("ids", "stamp")
 

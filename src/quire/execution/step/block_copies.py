@@ -24,11 +24,6 @@ class BlockCopier:
 
     Host memory has no shapes: as on the device, a block is the bytes `[id * b, (id + 1) * b)` of its group. Pageable
     memory becomes resident when a block is copied to it; with a GPU the memory is pinned, and so resident at once.
-
-    Args:
-        storages: storages of the device, one for each cache group.
-        host_bytes: number of bytes of the host tier; 0 for none.
-        disk: the tier below that, if there is one.
     """
 
     def __init__(self, storages: Sequence[Storage], host_bytes: int = 0, disk: DiskBlocks | None = None) -> None:
@@ -56,11 +51,6 @@ class BlockCopier:
         host does not wait. Only a copy within the host, or between host and disk, is made by the CPU, after the queued
         copies from and to the host are done: those of earlier steps usually are. A GPU block that goes to disk is
         copied to the host on the stream, and written to disk once that copy is done.
-
-        Args:
-            copies: copies of all groups.
-            saves: see `MemoryOps`.
-            wait: True to wait for the disk where too many bytes are being written; False to drop the blocks.
         """
         for copy in copies:
             group_idx, src_id, dst_id, src_tier, dst_tier = copy

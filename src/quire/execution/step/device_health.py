@@ -8,23 +8,13 @@ from quire.errors import DeviceFailed, WorkerError
 
 
 def require_device() -> None:
-    """Ask the GPU, if this process uses one, for an error that it has found; without a wait for its work.
-
-    Raises:
-        RuntimeError: it has failed, by an illegal access to memory or by a fault of its own, say; every later call of
-            CUDA in this process gives the same error.
-    """
+    """Ask the GPU, if this process uses one, for an error that it has found; without a wait for its work."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().query()
 
 
 def step_error(what: str, error: Exception) -> WorkerError:
-    """Return the error of a step that has failed, or of copies.
-
-    Args:
-        what: description of what failed.
-        error: error that the call has raised.
-    """
+    """Return the error of a step that has failed, or of copies."""
     reason = f"{what} ({type(error).__name__}: {error})"
     try:
         require_device()

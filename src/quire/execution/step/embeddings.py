@@ -13,14 +13,7 @@ from quire.sequences.media import Media
 
 
 class MultimodalEmbeddings:
-    """Keeps the media of each sequence from its opening until it is closed.
-
-    Args:
-        device: device of the model; embeddings stay where they were given, except for the rows of a step.
-
-    Attributes:
-        by_sequence: embeddings of the open sequences that have some, by sequence id.
-    """
+    """Keeps the media of each sequence from its opening until it is closed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,12 +28,7 @@ class MultimodalEmbeddings:
                 self.by_sequence[item.seq_id] = item.new_sequence.media
 
     def rows(self, items: Sequence[ScheduledSequence], row_starts: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Return which rows of a step have embeddings of their own, int64 [M], and those [M, E]; None without any.
-
-        Args:
-            items: items of the plan.
-            row_starts: the first row of each.
-        """
+        """Return which rows of a step have embeddings of their own, int64 [M], and those [M, E]; None without any."""
         rows: list[Tensor] = []
         parts: list[Tensor] = []
         for item, row_start in zip(items, row_starts, strict=False):

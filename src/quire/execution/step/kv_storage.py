@@ -24,19 +24,6 @@ class KVStorage:
 
     A block holds all layers contiguously, so that copy-on-write, swap and disk move one range of bytes. The memory is
     not initialised: a page is not resident before a token is stored in it, and unwritten slots have arbitrary contents.
-
-    Args:
-        num_blocks: B, the null block (id 0) included.
-        num_layers: L, layers of the group.
-        block_size: N, tokens of a block.
-        num_kv_heads: K.
-        head_dim: D.
-        dtype: dtype of keys and values.
-        memory: bytes that the groups of an arena share; the view starts at the first. None allocates memory.
-        stored: KV cache dtype, a name in `STORED`; None for `dtype`.
-
-    Attributes:
-        data, block_rows, slot_rows, head_dim, dtype: see `quire.ops.interface.ops.PagedKV`.
     """
 
     __slots__ = ("block_rows", "data", "dtype", "head_dim", "slot_rows")
@@ -78,17 +65,6 @@ class StateStorage:
      a block   | layer 0                      | layer 1 ...
                | sums, float32 | last inputs  |
     ```
-
-    Args:
-        num_blocks: B, the null block (id 0) included.
-        num_layers: L, layers of the group.
-        cache: shapes of a layer's states.
-        dtype: dtype of the convolution's inputs.
-        memory: memory to use, as for `KVStorage`.
-
-    Attributes:
-        data: [B, bytes].
-        conv_states, ssm_states: see `quire.ops.interface.ops.PagedStates`.
     """
 
     __slots__ = ("conv_states", "data", "ssm_states")

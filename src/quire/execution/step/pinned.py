@@ -47,11 +47,7 @@ def pinned_bytes(num_bytes: int) -> Tensor:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host: queued on the stream; the host waits only when it reads the copy.
-
-    Args:
-        tensor: tensor on any device; nothing may write to it afterwards.
-    """
+    """An asynchronous copy of a tensor to the host: queued on the stream; the host waits only when it reads the copy."""
 
     __slots__ = ("_event", "_tensor")
 

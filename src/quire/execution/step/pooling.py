@@ -16,14 +16,7 @@ BAD_HIDDEN = "the model gave a result that is not of finite numbers"
 
 
 class Pooler:
-    """Computes the results of pooled sequences, and knows which of the open sequences are pooled.
-
-    Args:
-        decoder: the model.
-
-    Attributes:
-        by_sequence: pooling of the open sequences that have one, by sequence id.
-    """
+    """Computes the results of pooled sequences, and knows which of the open sequences are pooled."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -64,16 +57,7 @@ class Pooler:
     def take(
         self, items: Sequence[ScheduledSequence], hidden: Tensor
     ) -> tuple[list[ScheduledSequence], Tensor, dict[int, ItemResult]]:
-        """Compute the results of the pooled ones among the items whose last rows are read.
-
-        Args:
-            items: items with `num_samples` of at least 1.
-            hidden: hidden states before the last norm, [R, E]: the rows of each item's last token, and of the
-                `num_draft` before it.
-
-        Returns:
-            The other items, their rows, and the results of the pooled ones by sequence id.
-        """
+        """Compute the results of the pooled ones among the items whose last rows are read."""
         known, others = self.by_sequence, [item for item in items if item.seq_id not in self.by_sequence]
         if len(others) == len(items):
             return others, hidden, {}

@@ -30,13 +30,7 @@ class LaidBlocks(NamedTuple):
 
 
 class RowLayout:
-    """The rows `[starts[s], ends[s])` of sequences.
-
-    Args:
-        starts: position of the first row of each sequence.
-        ends: end of its rows.
-        kernels: compiled code.
-    """
+    """The rows `[starts[s], ends[s])` of sequences."""
 
     def __init__(self, starts: Sequence[int], ends: Sequence[int], kernels: RowLayoutKernels) -> None:
         self._starts, self._ends, self._kernels = array("q", starts), array("q", ends), kernels
@@ -49,13 +43,7 @@ class RowLayout:
         return positions
 
     def blocks(self, tables: Sequence[array[int]], num_blocks: Sequence[int], block_size: int) -> LaidBlocks:
-        """Return the blocks and slots of a cache group.
-
-        Args:
-            tables: block table of each sequence, with all blocks up to its end.
-            num_blocks: number of these blocks, for each sequence.
-            block_size: N.
-        """
+        """Return the blocks and slots of a cache group."""
         block_ids, slots = _zeros(sum(num_blocks)), _zeros(self._num_rows)
         addresses = array("Q", map(_address, tables))
         rows = map(_address, (self._starts, self._ends, addresses))

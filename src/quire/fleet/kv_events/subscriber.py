@@ -35,23 +35,7 @@ class Apply(Protocol):
 
 
 class KVEventSubscriber:
-    """Follows one publisher until `run` is cancelled.
-
-    Args:
-        endpoint: address of the batches.
-        replay_endpoint: address of replays, None without them.
-        apply: function that applies a batch.
-        next_seq: function that returns the number of the next batch.
-        topic: topic of the batches.
-
-    Attributes:
-        num_invalid: number of messages that were no batches.
-        num_replays: number of replays that were asked for because of a gap.
-        num_resends: number of requests for all blocks.
-
-    Raises:
-        ConfigError: the extra is not installed.
-    """
+    """Follows one publisher until `run` is cancelled."""
 
     def __init__(
         self,

@@ -40,14 +40,7 @@ BROADCAST: Final = frozenset(
 
 
 class Proxy:
-    """The ASGI application.
-
-    Args:
-        fleet: the servers.
-        max_body_bytes: longest body of a request.
-        tenant_header: header that names the tenant, as at the servers; None where all clients are one.
-        has_operators: True where operators have a key.
-    """
+    """The ASGI application."""
 
     def __init__(
         self, fleet: Fleet, max_body_bytes: int, tenant_header: str | None = None, *, has_operators: bool = False

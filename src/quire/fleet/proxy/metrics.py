@@ -13,11 +13,7 @@ BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 
 
 
 class ProxyMetrics:
-    """Counters of requests, and the state of the servers when they are read.
-
-    Args:
-        states: function that returns the state of each server, by its name.
-    """
+    """Counters of requests, and the state of the servers when they are read."""
 
     def __init__(self, states: Callable[[], Mapping[str, Mapping[str, Any]]]) -> None:
         self.registry = CollectorRegistry()
@@ -47,11 +43,7 @@ class ProxyMetrics:
 
 
 class _FleetCollector(Collector):
-    """Gauges of the servers.
-
-    Args:
-        states: function that returns the state of each server, by its name.
-    """
+    """Gauges of the servers."""
 
     GAUGES = (
         ("is_available", "available", "1 where the server takes requests."),

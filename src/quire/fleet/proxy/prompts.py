@@ -41,12 +41,7 @@ class Prompt(NamedTuple):
 
 
 class RoutedPrompts:
-    """Finds the tokens of prompts, and keeps the last ones.
-
-    Args:
-        ask: function that posts a body to `/prompt_tokens` of a server and returns the answer, None without one.
-        tenant_header: header that names the tenant, as at the servers; None where all clients are one.
-    """
+    """Finds the tokens of prompts, and keeps the last ones."""
 
     def __init__(self, ask: Ask, tenant_header: str | None = None) -> None:
         self._ask = ask
@@ -63,14 +58,7 @@ class RoutedPrompts:
         return RouteRequest(prompt.token_ids, prompt.scope, session if isinstance(session, str) else None)
 
     async def read(self, path: str, raw: bytes, body: Mapping[str, Any], tenant: str | None) -> Prompt:
-        """Return the prompt of a request.
-
-        Args:
-            path: path of the request.
-            raw: its body.
-            body: the parsed body.
-            tenant: tenant of the client.
-        """
+        """Return the prompt of a request."""
         given = body.get("prompt") if path == "/v1/completions" else None
         if isinstance(given, list) and given and isinstance(given[0], list):
             given = given[0]

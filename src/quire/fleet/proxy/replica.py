@@ -23,21 +23,7 @@ MAX_MISSED = 3
 
 
 class Replica:
-    """One server.
-
-    Args:
-        name: address of the server, which is its name.
-        router: router that knows it under this name.
-        headers: headers of the proxy's own requests, with a key where there is one.
-
-    Attributes:
-        upstream: connections to it.
-        is_up: True where its last probe succeeded.
-        is_draining: True where the operator lets it finish.
-        num_in_flight: requests that were sent to it and have not ended.
-        num_failures: failures in a row.
-        why_down: reason of the last failure.
-    """
+    """One server."""
 
     def __init__(self, name: str, router: Router, headers: list[tuple[bytes, bytes]]) -> None:
         self.name = name
@@ -94,11 +80,7 @@ class Replica:
     async def fetch(
         self, method: str, path: str, body: bytes = b"", *, timeout_s: float = PROBE_S
     ) -> tuple[int, bytes]:
-        """Return status and body of the answer to a request of the proxy itself.
-
-        Raises:
-            UpstreamLost: there is none in time.
-        """
+        """Return status and body of the answer to a request of the proxy itself."""
         headers = [*self._headers, (b"content-type", b"application/json")] if body else self._headers
         return await self.upstream.fetch(method, path, headers, body, timeout_s=timeout_s)
 

@@ -19,11 +19,7 @@ LAST_EVENTS = (
 
 
 class EventCutter:
-    """Passes on what ends with a whole event, and keeps the rest until its end comes.
-
-    Args:
-        content_type: content type of the answer.
-    """
+    """Passes on what ends with a whole event, and keeps the rest until its end comes."""
 
     def __init__(self, content_type: bytes) -> None:
         self.is_stream = content_type.startswith((EVENT_STREAM, JSON_LINES))

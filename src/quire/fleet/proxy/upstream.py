@@ -26,14 +26,7 @@ class UpstreamLost(Exception):
 
 
 class Upstream:
-    """The connections to one server.
-
-    Args:
-        url: address of the server.
-
-    Raises:
-        ConfigError: it is no address of a server.
-    """
+    """The connections to one server."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -54,9 +47,6 @@ class Upstream:
         """Send a request and return its answer, of which the head has arrived.
 
         A connection that the server has closed while it was idle is replaced by a new one.
-
-        Raises:
-            UpstreamLost: there is no answer.
         """
         while self._idle:
             connection = self._idle.pop()
@@ -67,11 +57,7 @@ class Upstream:
     async def fetch(
         self, method: str, path: str, headers: Headers = (), body: bytes = b"", *, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Return status and body of a short answer.
-
-        Raises:
-            UpstreamLost: there is none in time.
-        """
+        """Return status and body of a short answer."""
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self.request(method, path.encode(), headers, body)
@@ -114,13 +100,7 @@ class Upstream:
 
 
 class UpstreamConnection:
-    """One connection.
-
-    Args:
-        upstream: connections of the server.
-        reader: stream of what the server sends.
-        writer: stream to the server.
-    """
+    """One connection."""
 
     def __init__(self, upstream: Upstream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._upstream = upstream
@@ -129,11 +109,7 @@ class UpstreamConnection:
         self._http = h11.Connection(h11.CLIENT, MAX_HEAD)
 
     async def exchange(self, method: str, target: bytes, headers: Headers, body: bytes) -> UpstreamResponse:
-        """Send a request and return its answer, of which the head has arrived.
-
-        Raises:
-            UpstreamLost: there is no answer; the connection is closed.
-        """
+        """Send a request and return its answer, of which the head has arrived."""
         try:
             fields = [(b"host", self._upstream.authority), *headers]
             if body or method in ("POST", "PUT", "PATCH"):
@@ -155,11 +131,7 @@ class UpstreamConnection:
             raise
 
     async def next_event(self) -> Event:
-        """Return what the server sends next.
-
-        Raises:
-            UpstreamLost: the connection failed, or what comes is not HTTP; it is closed.
-        """
+        """Return what the server sends next."""
         while (event := self.arrived_event()) is h11.NEED_DATA:
             try:
                 self._http.receive_data(await self._reader.read(READ_BYTES))
@@ -169,11 +141,7 @@ class UpstreamConnection:
         return event
 
     def arrived_event(self) -> Event:
-        """Return the next event of what has arrived, `NEED_DATA` behind the last one.
-
-        Raises:
-            UpstreamLost: what came is not HTTP, or the connection ended; it is closed.
-        """
+        """Return the next event of what has arrived, `NEED_DATA` behind the last one."""
         try:
             event = self._http.next_event()
         except h11.RemoteProtocolError as error:
@@ -199,12 +167,7 @@ class UpstreamConnection:
 
 
 class UpstreamResponse:
-    """The answer to a request.
-
-    Args:
-        connection: connection on which it arrives.
-        head: its status and headers.
-    """
+    """The answer to a request."""
 
     def __init__(self, connection: UpstreamConnection, head: h11.Response) -> None:
         self.status = head.status_code
@@ -216,11 +179,7 @@ class UpstreamResponse:
         return next((value for each, value in self.headers if each == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the parts of the body as they come; those that came together as one, which is sent on at once.
-
-        Raises:
-            UpstreamLost: the connection ended before the body was whole.
-        """
+        """Yield the parts of the body as they come; those that came together as one, which is sent on at once."""
         while self._connection is not None:
             event, data = await self._connection.next_event(), bytearray()
             while isinstance(event, h11.Data):

@@ -16,15 +16,7 @@ __all__ = ["app"]
 
 
 def app(args: Mapping[str, Any]) -> Any:
-    """Return the application for `serve run`, `serve deploy` and `serve.run`.
-
-    Args:
-        args: options of the engine (those of `LLM`), of the server (fields of `ServerConfig`) and of the replicas
-            (`ReplicaConfig`).
-
-    Raises:
-        ConfigError: ray is not installed, an option is not known, or its value is not allowed.
-    """
+    """Return the application for `serve run`, `serve deploy` and `serve.run`."""
     if find_spec("ray") is None or find_spec("ray.serve") is None:
         raise ConfigError("replicas on Ray Serve need ray: pip install 'quire[ray]'", field="ray")
     from quire.fleet.ray.application import build

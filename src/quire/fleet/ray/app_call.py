@@ -18,11 +18,7 @@ MAX_WAITING: Final = 64
 
 
 async def run_app(app: ASGIApp, call: RoutedCall, replica: str) -> AsyncGenerator[AnswerHead | bytes, None]:
-    """Run an ASGI application on a request, and yield its answer; closing the generator ends the request.
-
-    Raises:
-        WorkerError: the answer is not whole.
-    """
+    """Run an ASGI application on a request, and yield its answer; closing the generator ends the request."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue(MAX_WAITING)
     has_left = asyncio.Event()
     bodies = iter((call.body,))

@@ -22,14 +22,7 @@ MAX_INGRESS_REQUESTS = 8192
 
 
 def build(args: Mapping[str, Any]) -> Any:
-    """Return the application; see `quire.fleet.ray.app`.
-
-    Args:
-        args: options of the engine, the server and the replicas.
-
-    Raises:
-        ConfigError: an option is not known, or its value is not allowed.
-    """
+    """Return the application; see `quire.fleet.ray.app`."""
     config = AppConfig.read(args)
     engine = serve.deployment(ServedReplica, name="Engine").options(**engine_deployment(config))
     ingress = serve.deployment(serve.ingress()(IngressReplica), name="Ingress").options(
@@ -45,11 +38,7 @@ def build(args: Mapping[str, Any]) -> Any:
 
 
 def engine_deployment(config: AppConfig) -> dict[str, Any]:
-    """Return Serve's options of the engine's deployment.
-
-    Raises:
-        ConfigError: there is no such router.
-    """
+    """Return Serve's options of the engine's deployment."""
     replicas = config.replicas
     try:
         router = RequestRouterConfig(request_router_class=replicas.request_router)

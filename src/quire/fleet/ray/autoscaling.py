@@ -14,21 +14,13 @@ class QueuedTokensPolicy:
     """Serve's policy: as many replicas as have the target of queued tokens, and of running sequences, each.
 
     Serve applies the limits, factors and delays of `autoscaling_config` to what this returns.
-
-    Args:
-        target_queued_tokens: tokens of prompts that wait at a replica.
-        target_running: sequences that run at a replica.
     """
 
     def __init__(self, target_queued_tokens: int, target_running: int) -> None:
         self._targets = {QUEUED_TOKENS: target_queued_tokens, RUNNING: target_running}
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """Return the wanted number of replicas, and no state.
-
-        Args:
-            context: Serve's `AutoscalingContext`; `aggregated_metrics` has a value for each metric and replica.
-        """
+        """Return the wanted number of replicas, and no state."""
         metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
         if not any(metrics.get(name) for name in self._targets):  # no replica has reported yet
             return float(context.target_num_replicas), {}

@@ -27,21 +27,6 @@ class Ticket:
     """One attempt to have a request answered. It stays in the process of the ingress, with the handle's router.
 
     The ingress and the router run on different event loops: each writes attributes of its own.
-
-    Args:
-        request: the part of the request that decides where it goes; None for a request without a prompt.
-        tried: names of replicas that could not take it.
-        is_pinned: True to send it to the first replica, with the others of its kind.
-
-    Attributes:
-        replica: replica that has taken it; None before. The router writes it.
-        routed_s: time at which it was taken.
-        num_hit: tokens of its prompt that were expected in the replica's cache.
-        fleet: fleet that counts it; None before it was ranked.
-        routes: its routes by replica, as they were ranked.
-        counted: replica at which it counts; None for none.
-        begun: route that counts as work of its replica; None without one.
-        is_ended: True once the ingress has ended it.
     """
 
     __slots__ = (
@@ -86,15 +71,7 @@ class Ticket:
 
 
 class RoutedCall:
-    """A request on its way to a replica. Its ticket stays behind when it is sent.
-
-    Args:
-        method: method.
-        target: path with the query, as the client wrote it.
-        headers: headers, with names in lower case.
-        body: body.
-        ticket: the attempt; None at the replica.
-    """
+    """A request on its way to a replica. Its ticket stays behind when it is sent."""
 
     __slots__ = ("body", "headers", "method", "target", "ticket")
 

@@ -45,9 +45,6 @@ class ReplicaConfig:
         kv_events_host: address at which replicas publish KV events: 127.0.0.1 where all run on the ingress's node,
             0.0.0.0 where they do not.
         request_router: class of Serve's router, by its path; other routers than Quire's see the prompt as a text.
-
-    Raises:
-        ConfigError: a value is not allowed.
     """
 
     num_replicas: int = 1
@@ -95,11 +92,7 @@ class AppConfig:
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> AppConfig:
-        """Return the options of Serve's `args`, or of `serve run ... name=value`, where all values are texts.
-
-        Raises:
-            ConfigError: an option is not known, or its value is not allowed.
-        """
+        """Return the options of Serve's `args`, or of `serve run ... name=value`, where all values are texts."""
         types = {item.name: str(item.type) for part in (ServerConfig, ReplicaConfig) for item in fields(part)}
         engine: dict[str, Any] = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN}
         server = {name: os.environ[variable] for name, variable in KEYS.items() if os.environ.get(variable)}

@@ -15,13 +15,6 @@ def device_of(option: str, gpus: Sequence[str]) -> str:
     """Return "cpu" or "cuda" for the device option of a replica.
 
     Ray hides no GPU from a process that has reserved none, so all of those would meet on the first one.
-
-    Args:
-        option: "cpu", "cuda", or "auto" for a GPU where Ray has assigned one.
-        gpus: GPUs that Ray has assigned to the replica.
-
-    Raises:
-        ConfigError: "cuda" was asked for, and Ray has assigned no GPU, or there is none.
     """
     if not gpus:
         if option == "cuda":

@@ -35,16 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServedReplica:
-    """One replica of the model, in an actor of its own.
-
-    Args:
-        engine_options: options of the engine, as `EngineConfig.to_options` gives them.
-        server_options: fields of `ServerConfig`.
-        kv_events_host: address at which KV events are published.
-
-    Raises:
-        ConfigError: an option or a checkpoint cannot be honoured.
-    """
+    """One replica of the model, in an actor of its own."""
 
     def __init__(self, engine_options: dict[str, Any], server_options: dict[str, Any], kv_events_host: str) -> None:
         from quire.engine.async_llm import AsyncLLM
@@ -70,11 +61,7 @@ class ServedReplica:
     # ---- requests ----
 
     async def answer(self, call: RoutedCall) -> AsyncGenerator[AnswerHead | bytes, None]:
-        """Yield the head of a request's answer, then the parts of its body as they come.
-
-        Raises:
-            WorkerError: the answer is not whole.
-        """
+        """Yield the head of a request's answer, then the parts of its body as they come."""
         async with aclosing(run_app(self._app, call, self._name)) as items:
             async for item in items:
                 yield item
@@ -92,11 +79,7 @@ class ServedReplica:
     # ---- what Serve asks ----
 
     def check_health(self) -> None:
-        """Check that the engine makes progress, or has nothing to do.
-
-        Raises:
-            WorkerError: it is dead or stuck; Serve then replaces the replica.
-        """
+        """Check that the engine makes progress, or has nothing to do."""
         health = self._llm.health()
         if not health.is_alive:
             raise WorkerError(f"the engine of replica {self._name} has died")

@@ -35,16 +35,7 @@ FLEETS: Final[dict[str, ReplicaFleet]] = {}
 
 
 class ReplicaFleet:
-    """The replicas that one handle may choose from.
-
-    Args:
-        config: constants of the router.
-        node_ip: address of this node, at which replicas on it publish at loopback.
-
-    Attributes:
-        router: the router's core, which knows each replica by its unique id.
-        replicas: description of each replica: `node_ip`, `pid`, and `kv_events`, where it publishes its events.
-    """
+    """The replicas that one handle may choose from."""
 
     def __init__(self, config: RouterConfig | None = None, node_ip: str = "") -> None:
         self.router = Router(config)
@@ -78,11 +69,7 @@ class ReplicaFleet:
     # ---- replicas ----
 
     def update(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the present replicas.
-
-        Args:
-            replicas: result of each one's `record_replica_metadata`.
-        """
+        """Take the present replicas."""
         self._loop = asyncio.get_running_loop()
         for name in self.replicas.keys() - replicas.keys():
             self.drop(name)
@@ -244,13 +231,7 @@ def open_fleet(app_name: str, config: RouterConfig, node_ip: str) -> ReplicaFlee
 
 
 def _reachable(endpoint: Any, publisher_ip: str, node_ip: str) -> str | None:
-    """Return an endpoint as this node reaches it; None where it cannot.
-
-    Args:
-        endpoint: endpoint as its publisher knows it.
-        publisher_ip: address of the publisher's node.
-        node_ip: address of this node.
-    """
+    """Return an endpoint as this node reaches it; None where it cannot."""
     if not isinstance(endpoint, str):
         return None
     reachable: str = endpoint

@@ -15,12 +15,7 @@ MAX_SHOWN: Final = 300
 
 
 class HandleCall:
-    """Takes one request to the replica that the handle's router chooses.
-
-    Args:
-        handle: handle of the deployment, for streams.
-        ticket: the attempt.
-    """
+    """Takes one request to the replica that the handle's router chooses."""
 
     def __init__(self, handle: Any, ticket: Ticket) -> None:
         self._handle = handle
@@ -29,11 +24,7 @@ class HandleCall:
     async def request(
         self, method: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes
     ) -> HandleAnswer:
-        """Send the request and return its answer, of which the head has arrived.
-
-        Raises:
-            UpstreamLost: there is none; the ticket has the replica, None where no replica has taken it.
-        """
+        """Send the request and return its answer, of which the head has arrived."""
         items = self._handle.answer.remote(RoutedCall(method, target, tuple(headers), body, self._ticket))
         first = asyncio.ensure_future(_next(items))
         try:
@@ -53,12 +44,7 @@ class HandleCall:
 
 
 class HandleAnswer:
-    """The answer to a request.
-
-    Args:
-        head: its status and headers.
-        items: Serve's stream of the parts.
-    """
+    """The answer to a request."""
 
     def __init__(self, head: AnswerHead, items: Any) -> None:
         self.status = head.status
@@ -70,11 +56,7 @@ class HandleAnswer:
         return next((value for each, value in self.headers if each == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the parts of the body as they come.
-
-        Raises:
-            UpstreamLost: the replica was lost before the body was whole.
-        """
+        """Yield the parts of the body as they come."""
         while self._items is not None:
             part = await _next(self._items)
             if part is None:
@@ -90,11 +72,7 @@ class HandleAnswer:
 
 
 async def _next(items: Any) -> Any:
-    """Return the next item of a stream, None at its end.
-
-    Raises:
-        UpstreamLost: the replica has failed, or has ended.
-    """
+    """Return the next item of a stream, None at its end."""
     try:
         return await anext(items, None)
     except Exception as error:

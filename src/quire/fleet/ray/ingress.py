@@ -46,12 +46,7 @@ BROADCAST_S: Final = 120.0
 
 
 class IngressReplica:
-    """One replica of the ingress. Serve runs the application that it builds.
-
-    Args:
-        engine: handle of the engine's deployment.
-        server_options: fields of `ServerConfig`.
-    """
+    """One replica of the ingress. Serve runs the application that it builds."""
 
     def __init__(self, engine: Any, server_options: dict[str, Any]) -> None:
         self._engine = engine
@@ -81,13 +76,7 @@ class IngressReplica:
 
 
 class Ingress:
-    """The ASGI application.
-
-    Args:
-        engine: handle of the engine's deployment.
-        config: options of the server.
-        context: Serve's context of this replica.
-    """
+    """The ASGI application."""
 
     def __init__(self, engine: Any, config: ServerConfig, context: Any) -> None:
         self._engine = engine
@@ -239,17 +228,7 @@ class Ingress:
         return b"".join(parts) if answer.status == 200 else None
 
     async def _ask_all(self, method: str, *args: Any, timeout_s: float = BROADCAST_S, handle: Any = None) -> list[Any]:
-        """Return what a method of every replica returns; an exception for one that fails.
-
-        Args:
-            method: name of the method.
-            args: its arguments.
-            timeout_s: time for all answers.
-            handle: handle of the deployment; None for the engine's.
-
-        Raises:
-            UpstreamLost: there is no replica.
-        """
+        """Return what a method of every replica returns; an exception for one that fails."""
         try:
             response = (handle or self._engine).broadcast(method, *args)
             async with asyncio.timeout(timeout_s):
@@ -259,25 +238,14 @@ class Ingress:
 
 
 class _Broadcast:
-    """Takes one request to every replica.
-
-    Args:
-        ask_all: function that returns what a method of every replica returns.
-
-    Attributes:
-        replica: replica whose answer is the answer.
-    """
+    """Takes one request to every replica."""
 
     def __init__(self, ask_all: Callable[..., Awaitable[list[Any]]]) -> None:
         self._ask_all = ask_all
         self.replica = ""
 
     async def request(self, method: str, target: bytes, headers: Any, body: bytes) -> _Received:
-        """Return the first answer, or that of a replica that failed.
-
-        Raises:
-            UpstreamLost: a replica was lost.
-        """
+        """Return the first answer, or that of a replica that failed."""
         found = await self._ask_all("answer_whole", RoutedCall(method, target, tuple(headers), body))
         lost = [each for each in found if isinstance(each, BaseException)]
         if lost or not found:
@@ -289,11 +257,7 @@ class _Broadcast:
 
 
 class _Received:
-    """An answer that has arrived.
-
-    Args:
-        answer: the answer.
-    """
+    """An answer that has arrived."""
 
     def __init__(self, answer: WholeAnswer) -> None:
         head: AnswerHead = answer.head

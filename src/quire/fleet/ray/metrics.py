@@ -20,12 +20,7 @@ INGRESS: Final = "ingress"
 
 
 class _Merged(Collector):
-    """Families of several texts, each sample with the name of its replica.
-
-    Args:
-        texts: metrics of each replica, by its name.
-        label: label that has the name.
-    """
+    """Families of several texts, each sample with the name of its replica."""
 
     def __init__(self, texts: Iterable[tuple[str, bytes]], label: str) -> None:
         self._families: dict[str, Metric] = {}
@@ -48,12 +43,7 @@ class _Merged(Collector):
 
 
 def merge_metrics(found: Iterable[Any], label: str = REPLICA) -> bytes:
-    """Return the metrics of all replicas in Prometheus' text format.
-
-    Args:
-        found: name and metrics of each replica; an exception for one that was lost, which is left out.
-        label: label that has the name.
-    """
+    """Return the metrics of all replicas in Prometheus' text format."""
     texts = [each for each in found if not isinstance(each, BaseException)]
     registry = CollectorRegistry()
     registry.register(_Merged(texts, label))

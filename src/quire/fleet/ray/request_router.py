@@ -16,18 +16,10 @@ from quire.fleet.routing.router import RouterConfig
 
 
 class CacheAwareRouter(RequestRouter):
-    """Ranks the replicas with the core of `quire.fleet.routing`.
-
-    Attributes:
-        fleet: the replicas as that core knows them.
-    """
+    """Ranks the replicas with the core of `quire.fleet.routing`."""
 
     def initialize_state(self, **options: Any) -> None:
-        """Make the router's state.
-
-        Args:
-            options: fields of `RouterConfig`, from `request_router_kwargs`.
-        """
+        """Make the router's state."""
         self.fleet = open_fleet(self.app_name, RouterConfig(**options), ray.util.get_node_ip_address())
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

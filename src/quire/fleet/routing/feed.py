@@ -37,13 +37,7 @@ class FeedStep(Enum):
 
 
 class EventFeed:
-    """The order of one replica's batches.
-
-    Attributes:
-        state: knowledge of the replica's blocks.
-        next_seq: number of the next batch.
-        num_gaps: number of gaps so far.
-    """
+    """The order of one replica's batches."""
 
     def __init__(self) -> None:
         self.state = FeedState.UNKNOWN
@@ -57,11 +51,6 @@ class EventFeed:
 
         The batch 0 begins with an empty cache, and one that begins with `AllBlocksCleared` needs none before it. A
         publisher sends each number once and in order: one that comes again is of a publisher that was started again.
-
-        Args:
-            seq: number of the batch.
-            events: its events.
-            is_replay: True for a batch that was asked for.
         """
         if not is_replay:
             if seq <= self._last_live:

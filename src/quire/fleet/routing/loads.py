@@ -18,15 +18,7 @@ HALF_LIFE_S = 60.0
 
 
 class Speed:
-    """Time to the first token of a request in any replica: a line through the measured requests, the latest most.
-
-    Args:
-        seconds_per_token: time that is assumed at first.
-
-    Attributes:
-        seconds_per_token: time to compute one token more.
-        overhead_s: time that a request takes beside its tokens.
-    """
+    """Time to the first token of a request in any replica: a line through the measured requests, the latest most."""
 
     __slots__ = ("_moments", "_num_measured", "overhead_s", "seconds_per_token")
 
@@ -121,12 +113,7 @@ def _bounded(seconds: float, expected_s: float) -> float:
 
 
 class LoadOrder:
-    """The replicas in the order of their queues, without a look at each of them.
-
-    Args:
-        stream_tokens: tokens of a prompt that take as long as what a stream adds to the wait of others.
-        speed: speed of all replicas.
-    """
+    """The replicas in the order of their queues, without a look at each of them."""
 
     def __init__(self, stream_tokens: int, speed: Speed) -> None:
         self.loads: dict[int, ReplicaLoad] = {}

@@ -24,11 +24,7 @@ class Visit(NamedTuple):
 
 
 class Sessions:
-    """The last requests of the most recent sessions.
-
-    Args:
-        limit: number of sessions that are remembered.
-    """
+    """The last requests of the most recent sessions."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

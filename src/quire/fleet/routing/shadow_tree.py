@@ -67,13 +67,7 @@ NO_HIT = Hit(0, 0.0)
 
 
 class ShadowNode:
-    """One block of tokens.
-
-    Args:
-        parent: node of the block before; None for the root of a scope, and once the node is removed.
-        content: tokens, with the media that they stand for.
-        has_media: whether there are any.
-    """
+    """One block of tokens."""
 
     __slots__ = ("children", "content", "has_media", "holders", "parent")
 
@@ -87,19 +81,7 @@ class ShadowNode:
 
 
 class ReplicaBlocks:
-    """The blocks of one replica.
-
-    Args:
-        replica: number of the replica.
-
-    Attributes:
-        block_size: tokens of a whole block; 0 before the first event.
-        specs: kind of cache of each group.
-        nodes: nodes of its blocks, by hash.
-        tombstones: nodes of blocks that were removed, oldest first. They are remembered, since a block may be stored
-            when the one before it is out of the window, or evicted.
-        num_unplaced: number of stored blocks whose parent was not known.
-    """
+    """The blocks of one replica."""
 
     __slots__ = ("block_size", "nodes", "num_unplaced", "replica", "specs", "tombstones")
 
@@ -113,11 +95,7 @@ class ReplicaBlocks:
 
 
 class ShadowTree:
-    """The published blocks of all replicas.
-
-    Attributes:
-        replicas: blocks of each replica, by its number.
-    """
+    """The published blocks of all replicas."""
 
     def __init__(self) -> None:
         self.replicas: dict[int, ReplicaBlocks] = {}
@@ -126,12 +104,7 @@ class ShadowTree:
     # ---- commands ----
 
     def add_replica(self, replica: int, block_size: int = 0) -> None:
-        """Add a replica without blocks.
-
-        Args:
-            replica: number of the replica.
-            block_size: tokens of its blocks; 0 takes the largest of its events.
-        """
+        """Add a replica without blocks."""
         self.replicas[replica] = ReplicaBlocks(replica, block_size)
 
     def remove_replica(self, replica: int) -> None:
@@ -166,13 +139,7 @@ class ShadowTree:
         return len(self.replicas[replica].nodes)
 
     def path(self, token_bytes: bytes, scope: Scope, block_size: int) -> list[ShadowNode]:
-        """Return the nodes of a prompt's leading whole blocks, as far as any replica has had them.
-
-        Args:
-            token_bytes: encoded prompt; see `encode`.
-            scope: scope of the request.
-            block_size: tokens of a block.
-        """
+        """Return the nodes of a prompt's leading whole blocks, as far as any replica has had them."""
         node = self._roots.get(scope)
         size, found = block_size * TOKEN_BYTES, list[ShadowNode]()
         if not size:  # of a replica without events
@@ -186,14 +153,7 @@ class ShadowTree:
         return found
 
     def hit(self, replica: int, path: Sequence[ShadowNode], token_bytes: bytes, scope: Scope) -> Hit:
-        """Return the longest prefix of a prompt that a replica can reuse.
-
-        Args:
-            replica: number of the replica.
-            path: result of `path` for the prompt and the replica's block size.
-            token_bytes: encoded prompt.
-            scope: scope of the request.
-        """
+        """Return the longest prefix of a prompt that a replica can reuse."""
         blocks = self.replicas[replica]
         if not blocks.block_size or not blocks.specs:
             return NO_HIT
@@ -282,12 +242,7 @@ class ShadowTree:
 
 
 class _HeldBlocks:
-    """The blocks of one replica and group along a path, a `PublishedRun`.
-
-    Args:
-        masks: bits of the replica at each node.
-        group_idx: index of the group.
-    """
+    """The blocks of one replica and group along a path, a `PublishedRun`."""
 
     __slots__ = ("_bits", "_masks")
 

@@ -156,11 +156,7 @@ class Client:
         }
 
     async def _fetch(self, method: str, route: str, body: bytes) -> tuple[int, bytes]:
-        """Return the status and the body of an answer.
-
-        Raises:
-            ServerUnreachable: no answer came.
-        """
+        """Return the status and the body of an answer."""
         try:
             async with (
                 asyncio.timeout(CHECK_TIMEOUT_S),

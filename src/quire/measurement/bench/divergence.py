@@ -74,13 +74,7 @@ class DivergenceTally:
         self._num_same = 0
 
     def add(self, logits: Tensor, exact: Tensor, targets: Tensor) -> None:
-        """Add R positions.
-
-        Args:
-            logits: float32 [R, V].
-            exact: float32 [R, V].
-            targets: int64 [R], the text's next tokens.
-        """
+        """Add R positions."""
         self._num_same += int((logits.argmax(-1) == exact.argmax(-1)).sum())
         found, expected = logits.log_softmax(-1), exact.log_softmax(-1)
         for log_probs, kept in ((found, self._log_probs), (expected, self._exact_log_probs)):

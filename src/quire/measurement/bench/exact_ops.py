@@ -19,12 +19,7 @@ CHUNK = 1 << 20
 
 
 class ExactOps(TorchOps):
-    """Stock torch in float32, with the dequantised values of stored weights; nothing else is rounded.
-
-    Args:
-        room: bytes for dequantised weights. Those that find room are dequantised once, the others at each call, which
-            takes several times as long as the matmul.
-    """
+    """Stock torch in float32, with the dequantised values of stored weights; nothing else is rounded."""
 
     def __init__(self, room: int = 0) -> None:
         super().__init__(torch.device("cpu"))
@@ -80,11 +75,7 @@ class ExactLinear:
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the weight: ids [T] to [T, in].
-
-        Raises:
-            IndexError: an id that is no row.
-        """
+        """Look up rows of the weight: ids [T] to [T, in]."""
         return self._weight.rows(ids).dequantize()
 
 

@@ -51,16 +51,7 @@ OVERHEAD_S = 1e-3
 
 
 class RooflineStepTime:
-    """Seconds of a step by its bytes and operations: the longer one of both, and a constant.
-
-    Args:
-        model: dimensions of the model.
-        hardware: rates of the machine.
-        count: number of such machines that a replica has; their rates add up, and nothing is counted for what they
-            send to each other.
-        read_share, operations_share: shares of the rates that are reached.
-        overhead_s: seconds of a step besides.
-    """
+    """Seconds of a step by its bytes and operations: the longer one of both, and a constant."""
 
     def __init__(
         self,

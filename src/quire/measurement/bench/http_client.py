@@ -79,17 +79,7 @@ class Response(NamedTuple):
 async def exchange(
     endpoint: Endpoint, method: str, route: str, headers: Mapping[str, str], body: bytes = b""
 ) -> AsyncIterator[Response]:
-    """Send a request and yield its answer; close the connection at exit.
-
-    Args:
-        endpoint: address of the server.
-        method, route: HTTP method and route, such as `GET` and `/v1/models`.
-        headers: headers in addition to those that HTTP requires.
-        body: body of the request.
-
-    Raises:
-        OSError, EOFError, h11.ProtocolError: the exchange failed (`FAILURES`); also raised while the body is read.
-    """
+    """Send a request and yield its answer; close the connection at exit."""
     context = ssl.create_default_context() if endpoint.is_encrypted else None
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context)
     try:

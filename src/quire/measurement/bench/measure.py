@@ -144,11 +144,7 @@ class EngineBench:
         self._engine.close()
 
     def _serve(self, requests: list[BenchRequest]) -> tuple[list[list[float]], int]:
-        """Serve requests that arrive at once, greedily and past the end-of-sequence token.
-
-        Returns:
-            The arrival times of each request's tokens, and the number of cached prompt tokens.
-        """
+        """Serve requests that arrive at once, greedily and past the end-of-sequence token."""
         times: dict[str, list[float]] = {}
         cached: dict[str, int] = {}
         try:

@@ -44,13 +44,7 @@ class ProbedRates(NamedTuple):
 
 @torch.inference_mode()
 def measure_rates(device: str, dtype: torch.dtype, ops: Ops) -> ProbedRates:
-    """Return the best rates of short runs that read a range of memory and multiply matrices.
-
-    Args:
-        device: "cpu" or "cuda".
-        dtype: dtype of the model.
-        ops: the engine's kernels.
-    """
+    """Return the best rates of short runs that read a range of memory and multiply matrices."""
     place = torch.device(device)
     num_values = min(READ_BYTES, probe(device).available_bytes // 4) // 4
     values = torch.ones(max(num_values, 1), device=place)

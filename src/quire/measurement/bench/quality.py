@@ -38,13 +38,6 @@ class ReadingEngine:
     """An engine that gives the logits of all positions of a text.
 
     Steps are the engine's own: chunks of prompts, and attention over the stored keys and values.
-
-    Args:
-        config: configuration of the engine; its steps run eagerly, and nothing comes from a prefix cache.
-        wrap_ops: function that returns the kernels to use, given those of the options.
-
-    Raises:
-        ConfigError: an option or a checkpoint is not supported; or the model is an encoder, or shared by ranks.
     """
 
     _decoder: Decoder
@@ -204,12 +197,7 @@ class QualityBench:
 
 
 def exact_config(config: EngineConfig, reference: str | None = None) -> EngineConfig:
-    """Return the configuration of the exact values: float32 on a CPU, with keys and values stored in it too.
-
-    Args:
-        config: configuration of the served form.
-        reference: another checkpoint; None for the same one, with the adapter that is merged into it.
-    """
+    """Return the configuration of the exact values: float32 on a CPU, with keys and values stored in it too."""
     model = replace(
         config.model,
         skip_tokenizer_init=True,
@@ -232,11 +220,7 @@ def exact_config(config: EngineConfig, reference: str | None = None) -> EngineCo
 
 
 def _measured(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with which an engine is measured.
-
-    Raises:
-        ConfigError: an option that shares the model among ranks, or lays other work over a step.
-    """
+    """Return the configuration with which an engine is measured."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(config.parallel, name) != ParallelConfig.__dataclass_fields__[name].default:
             raise ConfigError(f"{name} must be 1 where quality is measured, in one process", field=name)

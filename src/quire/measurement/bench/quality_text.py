@@ -23,16 +23,6 @@ def read_quality_text(tokenizer: Tokenizer, file: Path | None, max_length: int, 
     """Read a text as sequences of at least two tokens; long documents are divided.
 
     Each part begins with the token that begins a text, where the tokenizer adds one.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        file: a document in plain text, or one document a line of JSON lines (`text` or `messages`); None for the
-            bundled text.
-        max_length: maximum number of tokens of a sequence.
-        max_tokens: maximum number of tokens of all sequences together; 0 for no limit.
-
-    Raises:
-        ConfigError: the file cannot be read, has a malformed line, or has no two tokens.
     """
     path = bundled_text(BUNDLED_TEXT) if file is None else file
     sequences: list[list[int]] = []
@@ -51,16 +41,7 @@ def read_quality_text(tokenizer: Tokenizer, file: Path | None, max_length: int, 
 
 
 def greedy_prompts(tokenizer: Tokenizer, count: int, sequences: list[list[int]] | None = None) -> list[list[int]]:
-    """Return prompts of greedy outputs.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        count: number of prompts.
-        sequences: text whose tokens to take, from places that are equally far apart; None for the bundled prompts.
-
-    Raises:
-        ConfigError: there are fewer bundled prompts.
-    """
+    """Return prompts of greedy outputs."""
     if sequences is None:
         lines = bundled_text(BUNDLED_PROMPTS).read_text(encoding="utf-8").splitlines()
         if count > len(lines):

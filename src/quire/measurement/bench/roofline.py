@@ -69,15 +69,7 @@ class ModelShape(NamedTuple):
         quantization: Quantization | None = None,
         cached_bytes: int | None = None,
     ) -> ModelShape:
-        """Return the dimensions of a model.
-
-        Args:
-            spec: spec of the model.
-            weights: shape of every weight, by name.
-            element_bytes: bytes of the model's dtype.
-            quantization: quantization of the linear layers.
-            cached_bytes: bytes of an element of a cached key or value; None for `element_bytes`.
-        """
+        """Return the dimensions of a model."""
         last = spec.last_cached_layer
         states = [
             part.cache for layer in spec.layers for part in layer.parts if isinstance(part.cache, StateCacheShape)
@@ -113,9 +105,6 @@ class ModelShape(NamedTuple):
         """Return the dimensions of a model whose weights are not at hand, by `estimate_parameters`.
 
         All rows count as going through all layers: the part behind the last keys and values is 0.
-
-        Args:
-            spec, element_bytes, quantization, cached_bytes: see `of`.
         """
         parameters = estimate_parameters(spec)
         num_idle = sum(_num_idle(layer.ffn, spec.width) for layer in spec.layers)

@@ -193,15 +193,7 @@ def _dtype(option: str, raw: Mapping[str, Any]) -> str:
 def step_times_json(
     name: str, step_time: FittedStepTime, fit: Mapping[str, Any], engine: Mapping[str, Any], memory: MemorySettings
 ) -> str:
-    """Return the content of a file that `engine_of_step_times` reads.
-
-    Args:
-        name: description of the model and of the machine.
-        step_time: fitted coefficients.
-        fit: quality of the fit.
-        engine: options of the engine that was measured.
-        memory: settings of its memory.
-    """
+    """Return the content of a file that `engine_of_step_times` reads."""
     values = {
         "version": VERSION,
         "name": name,

@@ -147,14 +147,7 @@ class StepProbe:
         gap: tuple[int, int],
         note: Callable[[str, int], None] | None = None,
     ) -> None:
-        """Serve requests, each some steps after the one before it.
-
-        Args:
-            requests: requests to serve.
-            rng: random numbers of the steps between two arrivals.
-            gap: range of these steps; all at once where it is (0, 0).
-            note: function called after a step with the name of each request that has new tokens, and their number.
-        """
+        """Serve requests, each some steps after the one before it."""
         coming, wait = list(reversed(requests)), 0
         while coming or self._engine.has_unfinished:
             while coming and (wait <= 0 or not self._engine.has_unfinished):

@@ -31,11 +31,7 @@ PHASES = (PLANNING, BATCH, LINEAR, ATTENTION, RECURRENCE, LAYERS, HEAD, SAMPLING
 
 
 def in_order(config: EngineConfig) -> EngineConfig:
-    """Return a configuration whose steps are run one after the other, so that each has a time of its own.
-
-    Raises:
-        ConfigError: asynchronous scheduling is asked for.
-    """
+    """Return a configuration whose steps are run one after the other, so that each has a time of its own."""
     if config.scheduler.async_scheduling:
         raise ConfigError(
             "async_scheduling must be None or False where steps are timed, got True: their times would overlap",
@@ -45,14 +41,7 @@ def in_order(config: EngineConfig) -> EngineConfig:
 
 
 class Stopwatch:
-    """Sums of the time in each phase; an inner phase pauses the outer one, so that the phases sum to the whole.
-
-    Args:
-        clock: function that returns the time in seconds.
-
-    Attributes:
-        seconds: phase -> seconds so far.
-    """
+    """Sums of the time in each phase; an inner phase pauses the outer one, so that the phases sum to the whole."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds: dict[str, float] = {}
@@ -61,13 +50,7 @@ class Stopwatch:
         self._since = 0.0
 
     def timed(self, phase: str, call: Callable[..., Any], then: str | None = None) -> Callable[..., Any]:
-        """Return a wrapper of `call` whose time counts for a phase.
-
-        Args:
-            phase: phase of the call; calls within the head count for the head.
-            call: function to time.
-            then: phase after the call; None for the phase before it.
-        """
+        """Return a wrapper of `call` whose time counts for a phase."""
 
         def run(*args: Any, **options: Any) -> Any:
             before = self._phase
@@ -89,13 +72,7 @@ class Stopwatch:
 
 
 class Timed:
-    """A proxy of an object with some methods replaced.
-
-    Args:
-        inner: object to which all else is delegated; attributes are set there.
-        call: replacement of `__call__`; None where the object is not callable.
-        methods: replacements of methods, by name.
-    """
+    """A proxy of an object with some methods replaced."""
 
     def __init__(self, inner: Any, call: Callable[..., Any] | None = None, **methods: Callable[..., Any]) -> None:
         vars(self).update(methods, _inner=inner, _call=call)
@@ -112,16 +89,7 @@ class Timed:
 
 
 class Observer:
-    """Timers around the parts of an engine, put in place as the parts are built, and a record of its steps' items.
-
-    Args:
-        watch: stopwatch that the timers switch.
-        is_close: True to time the parts of the layers as well.
-
-    Attributes:
-        plain_ops, plain_decoder: kernels and model without timers.
-        steps: items of each step since the last `reset`.
-    """
+    """Timers around the parts of an engine, put in place as the parts are built, and a record of its steps' items."""
 
     plain_ops: Ops
     plain_decoder: Decoder

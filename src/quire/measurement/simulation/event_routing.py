@@ -14,11 +14,7 @@ from quire.memory.manager import KVCacheManager
 
 
 class KVEventRouter(SimulatedRouter):
-    """Routes by `quire.fleet.routing.router.Router`, with its default constants.
-
-    Attributes:
-        router: the router.
-    """
+    """Routes by `quire.fleet.routing.router.Router`, with its default constants."""
 
     follows_events = True
 

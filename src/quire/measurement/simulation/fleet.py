@@ -62,14 +62,7 @@ class FleetTotals(NamedTuple):
 
 
 class _Stage:
-    """Replicas with consecutive numbers, behind a router.
-
-    Args:
-        first: number of the first replica.
-        count: number of replicas.
-        router: policy that chooses one for each request, by its number in the stage.
-        samples: measurements of these replicas.
-    """
+    """Replicas with consecutive numbers, behind a router."""
 
     __slots__ = ("first", "loads", "num_coming", "router", "samples")
 
@@ -88,25 +81,7 @@ class _Stage:
 
 
 class SimulatedFleet:
-    """Replicas behind a router.
-
-    Args:
-        settings: options of each replica.
-        step_time: model of the seconds of a step.
-        router: policy that chooses a replica for each request.
-        num_replicas: number of replicas, at least 1; each is made when it gets its first request.
-        follow_up: function that returns the request after one that has ended; None where requests come by themselves.
-        can_leap: False to take every step by itself.
-        split: split of prefill and decoding; None where each replica does both.
-        decode_router: policy that chooses the replica that continues a request; needed with a split.
-
-    Attributes:
-        samples: measurements.
-        table: maker of token ids.
-
-    Raises:
-        ConfigError: the split leaves no replica to continue requests, or there is no prefix cache.
-    """
+    """Replicas behind a router."""
 
     def __init__(
         self,
@@ -147,14 +122,7 @@ class SimulatedFleet:
         self._now_s = 0.0
 
     def run(self, requests: Iterable[SimulatedRequest]) -> FleetTotals:
-        """Serve requests to the end of the last one.
-
-        Args:
-            requests: requests in the order of their arrivals.
-
-        Raises:
-            ConfigError: a request arrives before the one before it.
-        """
+        """Serve requests to the end of the last one."""
         with no_cycle_collection():
             self._run(iter(requests))
         return self._totals()

@@ -55,11 +55,7 @@ class PrefillSplit:
 
 
 def split_settings(settings: ReplicaSettings) -> ReplicaSettings:
-    """Return the options of replicas that hand blocks over: with a host tier, as in an engine that does.
-
-    Raises:
-        ConfigError: they have no prefix cache.
-    """
+    """Return the options of replicas that hand blocks over: with a host tier, as in an engine that does."""
     memory = settings.memory
     if not memory.enable_prefix_caching:
         raise ConfigError("prefill_replicas needs enable_prefix_caching, which is off", field="prefill_replicas")
@@ -68,14 +64,7 @@ def split_settings(settings: ReplicaSettings) -> ReplicaSettings:
 
 
 class HandedRequest:
-    """A request between two replicas.
-
-    Args:
-        request: the request.
-        replica: index of the replica that continues it.
-        blocks: blocks of its prompt that come with it.
-        num_cached: number of prompt tokens that the first replica found in its cache.
-    """
+    """A request between two replicas."""
 
     __slots__ = ("blocks", "num_cached", "replica", "request")
 
@@ -89,14 +78,7 @@ class HandedRequest:
 
 
 class Links:
-    """The links into the decode replicas.
-
-    Args:
-        split: bandwidth and latency.
-
-    Attributes:
-        num_bytes: number of bytes that were handed over.
-    """
+    """The links into the decode replicas."""
 
     def __init__(self, split: PrefillSplit) -> None:
         self.num_bytes = 0

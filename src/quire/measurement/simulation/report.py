@@ -108,13 +108,7 @@ class SimulationReport:
 def report_of(
     samples: SimulationSamples, totals: FleetTotals, level: ServiceLevel, price_per_hour: float = 0.0
 ) -> SimulationReport:
-    """Return the figures of a run.
-
-    Args:
-        samples, totals: measurements.
-        level: time limits.
-        price_per_hour: price of a replica for an hour.
-    """
+    """Return the figures of a run."""
     ttft = [first - arrival for first, arrival in zip(samples.first_s, samples.arrivals_s, strict=True)]
     tpot = [
         (ended - first) / (count - 1) if count > 1 else 0.0

@@ -15,11 +15,7 @@ from quire.memory.manager import KVCacheManager
 
 
 class ReplicaLoads:
-    """The number of unfinished requests of each replica, and the replica that has the fewest.
-
-    Args:
-        num_replicas: number of replicas.
-    """
+    """The number of unfinished requests of each replica, and the replica that has the fewest."""
 
     __slots__ = ("_heaps", "_listed", "_lowest", "counts")
 
@@ -130,11 +126,6 @@ class PrefixAware(SimulatedRouter):
     """Weighs the tokens that a replica would reuse against the requests that it has not finished.
 
     Not all replicas are asked: those that lately got prompts with the same beginning, and the least loaded one.
-
-    Args:
-        tokens_per_request: number of prompt tokens that take as long as waiting for one unfinished request.
-        max_candidates: number of replicas that are asked, besides the least loaded one.
-        max_beginnings: number of beginnings of prompts that are remembered.
     """
 
     def __init__(

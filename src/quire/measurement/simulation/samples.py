@@ -19,15 +19,7 @@ GAP_BOUNDS = [
 
 
 class SimulationSamples:
-    """Times of the requests of one run, and counters.
-
-    Attributes:
-        arrivals_s, first_s, ended_s: times of each finished request, in the order of their ends.
-        num_new: number of new tokens of each.
-        num_prompt, num_cached: number of prompt tokens, and of those found in a prefix cache, of each.
-        gaps: range of gaps between two tokens of a request -> number of gaps.
-        num_rejected: number of requests that no replica could ever hold.
-    """
+    """Times of the requests of one run, and counters."""
 
     __slots__ = ("arrivals_s", "ended_s", "first_s", "gaps", "num_cached", "num_new", "num_prompt", "num_rejected")
 

@@ -24,17 +24,7 @@ def check_admission(
     reserved: Sequence[int],
     num_kept_free: int,
 ) -> AllocStatus:
-    """Return OK or LATER for a new sequence that opens on a hit and grows to `num_tokens`; NEVER is excluded before.
-
-    Args:
-        arena: arena in its present state.
-        groups: the cache groups.
-        num_tokens: number of tokens to hold, those of the hit included.
-        hit: prefix hit to open on.
-        step_tokens: greatest number of tokens that will be appended at once.
-        reserved: number of blocks of each group reserved for other sequences.
-        num_kept_free: number of slabs that must stay free (the watermark).
-    """
+    """Return OK or LATER for a new sequence that opens on a hit and grows to `num_tokens`; NEVER is excluded before."""
     # Idle blocks of the hit become used without an allocation: `needs` has them, the counts of `check_fit` do not.
     woken, loads = count_woken(groups, hit), count_loads(groups, hit)
     needs = []
@@ -67,14 +57,7 @@ def count_loads(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
 
 
 def check_fit(arena: Arena, needs: Sequence[int], woken: Sequence[int], num_kept_free: int = 0) -> AllocStatus:
-    """Return OK or LATER, with the counts of the group that has the fewest blocks to spare.
-
-    Args:
-        arena: arena in its present state.
-        needs: number of further blocks of each group that are to become used.
-        woken: number of those that are idle hit blocks, which neither returned count includes.
-        num_kept_free: number of slabs that must stay free, which no returned count includes.
-    """
+    """Return OK or LATER, with the counts of the group that has the fewest blocks to spare."""
     available_blocks = arena.available_blocks(needs, num_kept_free)
     left = [room - need for room, need in zip(available_blocks, needs, strict=True)]
     idx = left.index(min(left))
@@ -91,12 +74,7 @@ def never_fits(
     width: int = 1,
     num_shared: int = 0,
 ) -> AllocStatus | None:
-    """Return NEVER if `width` sequences could not reach `num_tokens` even alone, one token a step; else None.
-
-    Args:
-        arena: arena, of which only the layout is read.
-        groups, num_tokens, num_slabs, width, num_shared: see `peak_blocks_per_group`.
-    """
+    """Return NEVER if `width` sequences could not reach `num_tokens` even alone, one token a step; else None."""
     specs = [group.spec for group in groups]
     worst = peak_blocks_per_group(specs, num_tokens, arena.layout, num_slabs, width=width, num_shared=num_shared)
     return None if worst is None else refuse_blocks(arena, worst, num_slabs)
@@ -126,12 +104,7 @@ class Release(NamedTuple):
 
 
 def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceBlocks]) -> Release:
-    """Return the memory and the tokens that releasing live sequences would free and lose.
-
-    Args:
-        groups: the cache groups.
-        states: sequences on the device; blocks that only they share count as their own.
-    """
+    """Return the memory and the tokens that releasing live sequences would free and lose."""
     freed_bytes = 0
     num_left = [state.num_computed for state in states]
     for idx, group in enumerate(groups):

@@ -68,14 +68,6 @@ def peak_blocks_per_group(
     period: so the last period of such lengths is checked, and nothing where the sum of the groups' peaks fits. Several
     sequences with a common prefix (beams) leave their shared blocks as windows slide: their peak is in the last period
     too, or where they diverge.
-
-    Args:
-        specs: specs of the groups, with one block size.
-        num_tokens: length that the sequence would reach.
-        layout: layout of the arena.
-        num_slabs: number of slabs available to the sequence.
-        width: number of such sequences at the same time.
-        num_shared: length of the common prefix of these sequences; its full blocks are held once.
     """
     if layout.num_filled([width * spec.peak_blocks(num_tokens, 1) for spec in specs]) <= num_slabs:
         return None

@@ -36,14 +36,7 @@ class CacheGroup:
 
 
 class TieredView:
-    """One chain's published blocks in the indexes of two tiers; the host serves blocks that the device lacks.
-
-    Args:
-        device: index of the device pool.
-        host: index of the host pool.
-        chain: the chain.
-        num_blocks: greatest number of full blocks of the chain that will be queried.
-    """
+    """One chain's published blocks in the indexes of two tiers; the host serves blocks that the device lacks."""
 
     __slots__ = ("_chain", "_device", "_host", "_leading", "_num_blocks")
 
@@ -108,12 +101,6 @@ def find_prefix(
     Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
     need blocks of a window that a longer one does not. Recurrent groups come last, so that the reason of the hit's
     end can name them. Where no group needs any block (at the end of a chunk), the last block must be published.
-
-    Args:
-        groups: cache groups with one block size.
-        chain: chain of the tokens.
-        limit: greatest number of blocks.
-        host_groups: the same groups with their blocks on the host; empty to search the device only.
     """
     size = groups[0].spec.block_size
     tiers = zip(groups, host_groups, strict=True) if host_groups else ()

@@ -37,24 +37,7 @@ class Traffic:
 
 
 class HostTier:
-    """The blocks on the host.
-
-    Args:
-        device: arena of the device; both tiers record their moves in one list.
-        groups: cache groups with their blocks on the device.
-        num_bytes: number of bytes of host memory.
-        policy: makes the eviction policy of a group.
-        tree: prefix tree.
-
-    Attributes:
-        arena: arena of the host blocks.
-        groups: cache groups with their blocks on the host.
-        num_sequences: number of swapped sequences.
-        traffic: numbers of copied blocks.
-
-    Raises:
-        ValueError: `num_bytes` is too small for one slab.
-    """
+    """The blocks on the host."""
 
     __slots__ = ("arena", "groups", "num_sequences", "traffic")
 
@@ -77,13 +60,7 @@ class HostTier:
 
 
 class HostSink:
-    """Copies the published blocks that one group's device pool evicts to the host.
-
-    Args:
-        host: the host tier.
-        group_idx: index of the group.
-        group: cache group with its blocks on the device.
-    """
+    """Copies the published blocks that one group's device pool evicts to the host."""
 
     __slots__ = ("_group_idx", "_host", "_pool")
 

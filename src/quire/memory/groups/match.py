@@ -24,14 +24,6 @@ def find_hit(
 
     A longer hit never needs more of the earlier blocks than a shorter one, so every hit of whole blocks may be
     extended.
-
-    Args:
-        groups: cache groups, all with one block size.
-        chain: chain of the prompt; the hit leaves at least one of its tokens to compute.
-        max_tokens: largest number of tokens of the hit; None for no limit.
-        version: see `PrefixHit`.
-        host_groups: see `find_prefix`.
-        keeps_all: True where no group has a window, chunks or recurrent states: a live sequence keeps all its blocks.
     """
     size, num_tokens = groups[0].spec.block_size, len(chain.tokens)
     most = max(0, num_tokens - 1)

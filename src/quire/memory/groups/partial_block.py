@@ -85,11 +85,7 @@ def longest_partial_match(
 
 
 def publish_tail(groups: Sequence[CacheGroup], state: SequenceBlocks) -> NodePosition | None:
-    """Publish the partly filled last block of a sequence that ends, if it is new; see `tail_of`.
-
-    Returns:
-        The tree position where the block's tokens are published now; None where they are not.
-    """
+    """Publish the partly filled last block of a sequence that ends, if it is new; see `tail_of`."""
     tail = tail_of(groups, state)
     if tail is None or tail.position is not None:
         return tail and tail.position

@@ -32,18 +32,6 @@ class Arena:
 
     With one group a slab is a block, and the pool has all blocks from the start: it has no `source`, and the slab
     classes are not used.
-
-    Args:
-        layout: layout of the bytes.
-        pools: pools of the groups; where there are several, they have no blocks yet.
-        retention: blocks that are evicted last; None to retain no blocks.
-        tier: tier of the bytes.
-        clock: clock of the pools.
-        moves: see `SlabSupply`; default: an empty list.
-
-    Attributes:
-        free_slabs, moves: see `SlabSupply`.
-        group_slabs: slabs of each group.
     """
 
     __slots__ = ("_is_uniform", "clock", "free_slabs", "group_slabs", "layout", "moves", "pools", "retention", "tier")
@@ -97,10 +85,6 @@ class Arena:
 
         `fits(needs)` is True exactly where no group needs more than that. The number is negative where the other
         groups' needs alone exceed the memory.
-
-        Args:
-            needs: number of blocks that each group needs.
-            num_kept_free: number of slabs that stay free.
         """
         num_slabs = self.layout.num_slabs - num_kept_free
         if self._is_uniform:
@@ -122,10 +106,6 @@ class Arena:
 
         Blocks of the lowest retention priority are evicted first, of these the ones that have been idle for longest.
         Where no block is idle, another group compacts a slab: its used blocks move to other slabs.
-
-        Args:
-            own_idx: index of the group.
-            num_blocks: number of blocks that it lacks.
         """
         own, per_slab = self.group_slabs[own_idx], self.layout.blocks_per_slab[own_idx]
         # An eviction policy may evict a younger block before an older one.
@@ -151,13 +131,7 @@ class Arena:
                 self.group_slabs[idx].return_idle_slabs(count)
 
     def _first_of(self, ages: Sequence[Sequence[Age]], own_idx: int, num_blocks: int) -> list[int]:
-        """Return the group of each victim, in order of eviction, until group `own_idx` has the blocks that it lacks.
-
-        Args:
-            ages: ages of the group's own blocks and of the other groups' slabs, each in order.
-            own_idx: index of the group.
-            num_blocks: number of blocks that it lacks.
-        """
+        """Return the group of each victim, in order of eviction, until group `own_idx` has the blocks that it lacks."""
         chosen: list[int] = []
         for _, idx in sorted((age, idx) for idx, each in enumerate(ages) for age in each):
             if num_blocks <= 0:
@@ -177,9 +151,6 @@ class Arena:
         """Retain the published blocks of a sequence, so that they are evicted last.
 
         Tails are added first, in all groups, so that they lose the hint before the heads do.
-
-        Args:
-            tables: block table of the sequence in each group; the sequence still holds the blocks.
         """
         if not self.retention.limit:
             return
@@ -201,21 +172,7 @@ def build_arena(
     tier: Tier = Tier.DEVICE,
     moves: list[BlockCopy] | None = None,
 ) -> Arena:
-    """Return an empty arena.
-
-    Args:
-        block_bytes: bytes of a block of each group.
-        num_blocks: number of blocks of each group, where all blocks have the same bytes; or
-        num_bytes: number of bytes of the arena.
-        policy: makes the eviction policy of a group; None for LRU.
-        tree: prefix tree; the device's groups have its first pools, the host's groups the next.
-        retention_limit: greatest number of slabs that retained blocks, which are evicted last, may fill.
-        tier: tier of the bytes.
-        moves: see `Arena`.
-
-    Raises:
-        ValueError: the groups' blocks differ and no bytes are given; see also `lay_out`.
-    """
+    """Return an empty arena."""
     if num_blocks is not None and len(set(block_bytes)) > 1:
         raise ValueError(f"num_bytes must be set for an arena with blocks of {sorted(set(block_bytes))} bytes")
     num_slabs = None if num_blocks is None else num_blocks * len(block_bytes)

@@ -40,11 +40,7 @@ Rank = tuple[int, int]
 
 
 class LowestRank:
-    """Evicts the block of the lowest rank; a block gets its rank each time it becomes idle.
-
-    Args:
-        rank: function from (first tick as an idle block, number of hits, present tick) to the rank.
-    """
+    """Evicts the block of the lowest rank; a block gets its rank each time it becomes idle."""
 
     __slots__ = ("_clock", "_first", "_heap", "_hits", "_idle", "_rank")
 

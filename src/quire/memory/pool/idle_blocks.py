@@ -58,17 +58,7 @@ class Part(NamedTuple):
 
 
 class IdleBlocks:
-    """The idle blocks of one pool.
-
-    Args:
-        policy: makes an eviction policy; None for LRU: the block that has been idle for longest is evicted first.
-        clock: clock of the ticks at which blocks become idle.
-        retention: set of the retained blocks, which are evicted last; it changes only while they have holders.
-        group_idx: the cache group of the blocks.
-
-    Attributes:
-        queues: blocks of each retention priority, in the order in which they became idle.
-    """
+    """The idle blocks of one pool."""
 
     __slots__ = ("_count", "_group_idx", "_hints", "_orders", "_retention", "queues")
 
@@ -81,16 +71,7 @@ class IdleBlocks:
         self._hints = retention.of_group[group_idx]
 
     def add(self, block_ids: Sequence[int], priority: RetentionPriority, moments: Sequence[int]) -> list[Part]:
-        """Add blocks that have just become idle, one after the other.
-
-        Args:
-            block_ids: the blocks.
-            priority: priority of blocks that are not retained; `LOW` ends their retention.
-            moments: rising ticks, one for each block.
-
-        Returns:
-            The blocks by retention priority.
-        """
+        """Add blocks that have just become idle, one after the other."""
         self._count += len(block_ids)
         parts = [Part(priority, block_ids, moments)]
         if self._hints:

@@ -48,9 +48,6 @@ class IdleQueue:
     """IDs of idle blocks or slabs, each with the tick at which it became idle.
 
     IDs are small: they index a list.
-
-    Args:
-        clock: source of ticks; default: a new clock.
     """
 
     __slots__ = ("_batch_of", "_batches", "_clock", "_count", "_num_listed")
@@ -82,12 +79,7 @@ class IdleQueue:
                     yield number, moment
 
     def add(self, numbers: Sequence[int], moments: Sequence[int] | None = None) -> None:
-        """Add distinct IDs that are not in the queue, one after the other.
-
-        Args:
-            numbers: IDs of blocks or slabs that become idle.
-            moments: rising ticks, later than any in the queue; default: the clock's next ticks.
-        """
+        """Add distinct IDs that are not in the queue, one after the other."""
         if not numbers:
             return
         if moments is None:

@@ -12,14 +12,7 @@ from quire.memory.results import BlockCopy
 
 
 class MultiBlockSlabs:
-    """`GroupSlabs` with the numbers of used and idle blocks of each slab.
-
-    Args:
-        supply: slabs of the arena.
-        group_idx: index of the group.
-        pool: pool of the group.
-        reclaim: evicts idle blocks for a group that lacks blocks.
-    """
+    """`GroupSlabs` with the numbers of used and idle blocks of each slab."""
 
     __slots__ = ("_idle", "_reclaim", "_supply", "group_idx", "idle_slabs", "pool", "used")
 
@@ -165,15 +158,7 @@ class MultiBlockSlabs:
                 self._settle(slab)
 
     def _settle(self, slab: int, moment: int | None = None) -> bool:
-        """Put a slab into the queue of idle slabs that its counts call for, or into no queue.
-
-        Args:
-            slab: slab with a block whose state has changed.
-            moment: tick at which the slab becomes idle, if it does; default: the clock's next one.
-
-        Returns:
-            True where all blocks of the slab are free.
-        """
+        """Put a slab into the queue of idle slabs that its counts call for, or into no queue."""
         priority = None
         is_empty = not self.used[slab]
         if is_empty:

@@ -12,16 +12,7 @@ from quire.memory.pool.slab_layout import SlabLayout
 
 
 class Retention:
-    """The published blocks of all groups with the retention hint; beyond the limit, the oldest hints are dropped.
-
-    Args:
-        layout: layout of the arena.
-        limit: slabs (with one group: blocks) whose bytes these blocks may fill.
-
-    Attributes:
-        of_group: retained blocks of each group.
-        num_bytes: bytes of all retained blocks.
-    """
+    """The published blocks of all groups with the retention hint; beyond the limit, the oldest hints are dropped."""
 
     __slots__ = ("_layout", "_order", "limit", "num_bytes", "of_group")
 
@@ -49,11 +40,7 @@ class Retention:
         return iter(self._order)
 
     def add(self, group_idx: int, block_id: int) -> list[tuple[int, int]]:
-        """Give a block the hint, or renew the hint that it has.
-
-        Returns:
-            The (group, block) pairs that lost the hint because of the limit.
-        """
+        """Give a block the hint, or renew the hint that it has."""
         if block_id in self.of_group[group_idx]:
             self._order.move_to_end((group_idx, block_id))
             return []

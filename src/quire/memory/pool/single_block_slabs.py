@@ -11,14 +11,7 @@ from quire.memory.pool.slab_supply import Reclaim, SlabSupply, oldest_idle
 
 
 class SingleBlockSlabs:
-    """`GroupSlabs` without counts: a slab is one block.
-
-    Args:
-        supply: slabs of the arena.
-        group_idx: index of the group.
-        pool: pool of the group.
-        reclaim: evicts idle blocks for a group that lacks blocks.
-    """
+    """`GroupSlabs` without counts: a slab is one block."""
 
     __slots__ = ("_reclaim", "_supply", "group_idx", "pool", "used")
 

@@ -45,11 +45,7 @@ class MediaSpan(NamedTuple):
 
 
 def read_entries(entries: bytes) -> list[MediaSpan]:
-    """Return the spans of a block's entries, with starts relative to the block and ends within it.
-
-    Raises:
-        ValueError: the bytes are no media entries.
-    """
+    """Return the spans of a block's entries, with starts relative to the block and ends within it."""
     spans, offset = [], 0
     while offset < len(entries):
         head = entries[offset : offset + _HEAD.size]

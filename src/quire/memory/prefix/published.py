@@ -30,15 +30,6 @@ class PublishedBlocks:
 
     The tree maps a position to its block; this class has the inverse map, from a block to its position.
 
-    Args:
-        tree: prefix tree that all pools of a manager share.
-        pool_idx: index of the pool in the tree.
-        num_ids: number of blocks of the pool, the null block included.
-
-    Attributes:
-        tree: the prefix tree.
-        observer: receives publications and withdrawals, if set.
-
     Invariants: M4.
     """
 
@@ -110,12 +101,7 @@ class PublishedBlocks:
         return found + [NULL_BLOCK] * (end - start - len(found))
 
     def leading(self, chain: TokenChain, num_blocks: int) -> list[int]:
-        """Return the leading published blocks of a chain, up to the first gap.
-
-        Args:
-            chain: the chain.
-            num_blocks: greatest number of blocks to return, at most the full blocks of the chain.
-        """
+        """Return the leading published blocks of a chain, up to the first gap."""
         found = self.published(chain, 0, num_blocks)
         return found[: found.index(NULL_BLOCK)] if NULL_BLOCK in found else found
 
@@ -131,12 +117,7 @@ class PublishedBlocks:
         self._put(node, position, (block_id,))
 
     def put_ranges(self, ranges: Iterable[tuple[RadixNode, int, int]], block_ids: Sequence[int]) -> None:
-        """Publish consecutive blocks at positions where the pool has none.
-
-        Args:
-            ranges: (node, first position, end position) each.
-            block_ids: one block for each of these positions.
-        """
+        """Publish consecutive blocks at positions where the pool has none."""
         start = 0
         for node, first, last in ranges:
             self._put(node, first, block_ids[start : start + last - first])
@@ -193,13 +174,7 @@ class PublishedBlocks:
 
 
 class ChainView:
-    """The published blocks of one chain in one pool; implements `quire.memory.specs.PublishedRun`.
-
-    Args:
-        index: published blocks of the pool.
-        chain: the chain.
-        num_blocks: greatest number of full blocks of the chain that will be queried.
-    """
+    """The published blocks of one chain in one pool; implements `quire.memory.specs.PublishedRun`."""
 
     __slots__ = ("_chain", "_index", "_leading", "_num_blocks")
 

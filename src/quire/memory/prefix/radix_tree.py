@@ -27,17 +27,7 @@ from quire.memory.prefix.token_chain import TOKEN_BYTES, Root, TokenChain
 
 
 class PrefixCursor:
-    """The positions of a chain's leading blocks in a tree, as far as they were matched; kept in `TokenChain.cursor`.
-
-    Args:
-        tree: the tree.
-        nodes: nodes on the path, from the root on; empty where the namespace has none.
-        num_known: number of matched blocks, published or not.
-        version: version of the last node; once it differs, the cursor is invalid.
-
-    Attributes:
-        generation: generation of the tree in which the match ended early; -1 where the match may be continued.
-    """
+    """The positions of a chain's leading blocks in a tree, as far as they were matched; kept in `TokenChain.cursor`."""
 
     __slots__ = ("generation", "nodes", "num_known", "tree", "version")
 
@@ -83,17 +73,6 @@ class PrefixCursor:
 class RadixTree:
     """The prefixes of one manager.
 
-    Args:
-        block_size: number of tokens of a block.
-        num_pools: number of pools that publish blocks.
-        child_index_pool: see `TreeLayout`.
-
-    Attributes:
-        layout: layout of all nodes.
-        max_tombstones: greatest number of withdrawn blocks whose positions stay as tombstones.
-        generation: number of insertions.
-        roots: root nodes by namespace.
-
     Invariants: M4.
     """
 
@@ -120,9 +99,6 @@ class RadixTree:
         """Match a chain's leading blocks.
 
         This query caches: it advances the chain's cursor, and has the chain encode the tokens that it compares.
-
-        Returns:
-            The chain's cursor, which covers the first `num_blocks` blocks as far as they are in the tree, or more.
         """
         cursor = chain.cursor
         if (
@@ -174,26 +150,12 @@ class RadixTree:
         return found
 
     def insert(self, chain: TokenChain, num_blocks: int, num_seen: int) -> int:
-        """Give a chain's leading blocks positions in the tree.
-
-        Args:
-            chain: chain of the blocks.
-            num_blocks: number of blocks.
-            num_seen: number of leading blocks that are not about to be published; their positions may stay empty.
-
-        Returns:
-            The number of leading blocks, at most `num_blocks`, with positions: fewer where a digest collides.
-        """
+        """Give a chain's leading blocks positions in the tree."""
         cursor = self.match(chain, num_blocks)
         return num_blocks if cursor.num_known >= num_blocks else self.extend(cursor, chain, num_blocks, num_seen)
 
     def extend(self, cursor: PrefixCursor, chain: TokenChain, num_blocks: int, num_seen: int) -> int:
-        """Insert the blocks of a chain after those that `match` has found; see `insert`.
-
-        Args:
-            cursor: the chain's cursor, as `match` returned it; advanced.
-            chain, num_blocks, num_seen: see `insert`.
-        """
+        """Insert the blocks of a chain after those that `match` has found; see `insert`."""
         known = cursor.num_known
         if not cursor.nodes:
             self._add_root(cursor, chain.root)

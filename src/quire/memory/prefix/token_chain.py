@@ -84,15 +84,7 @@ class Root(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def root_of(namespace: Namespace, key: bytes) -> Root:
-    """Return the root of a namespace.
-
-    Args:
-        namespace: scope within which blocks are shared.
-        key: secret of at most 64 bytes.
-
-    Raises:
-        ValueError: the key is longer than 64 bytes.
-    """
+    """Return the root of a namespace."""
     content = namespace.serialise()
     return Root(blake2b(content, digest_size=DIGEST_BYTES, key=key).digest(), content)
 

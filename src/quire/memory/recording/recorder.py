@@ -238,11 +238,7 @@ def _movement(copy: BlockCopy) -> str:
 
 
 def read_movement(word: str) -> BlockCopy:
-    """Return the movement that a word of a log stands for.
-
-    Raises:
-        ValueError: the word is no movement.
-    """
+    """Return the movement that a word of a log stands for."""
     found = MOVEMENT.fullmatch(word)
     if found is None:
         raise ValueError(f"the word is not a movement of a block: {word[:40]!r}")

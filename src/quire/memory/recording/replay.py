@@ -133,11 +133,7 @@ class _Blocks:
 
 
 class _Replay:
-    """One replay: a memory manager, and the log that it writes.
-
-    Args:
-        settings: settings of the memory.
-    """
+    """One replay: a memory manager, and the log that it writes."""
 
     def __init__(self, settings: MemorySettings) -> None:
         self._blocks = _Blocks()
@@ -178,11 +174,7 @@ class _Replay:
 
     @classmethod
     def of(cls, header: str) -> _Replay:
-        """Start a replay with the settings of a log's first line.
-
-        Raises:
-            LogError: the line is not the first line of a log, or has another version.
-        """
+        """Start a replay with the settings of a log's first line."""
         if not header.startswith(f"{TITLE} "):
             raise LogError(f"this is not a log of memory commands: its first line does not start with {TITLE!r}")
         version, _, settings = header.rstrip("\n").removeprefix(f"{TITLE} ").partition(" ")
@@ -194,12 +186,7 @@ class _Replay:
             raise LogError(f"the first line of the log is damaged: {error}") from error
 
     def take_all(self, lines: Iterable[str], check_every: int) -> None:
-        """Run the lines after the first; see `replay`.
-
-        Raises:
-            InvariantViolation: M10, a result differs from the recorded one; M1 to M6, see `check`.
-            ValueError: the command is unknown, or was refused.
-        """
+        """Run the lines after the first; see `replay`."""
         for line in lines:
             self.line_number += 1
             if not line.endswith("\n"):

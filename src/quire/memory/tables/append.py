@@ -39,14 +39,7 @@ def append_slots(tables: BlockTables, seq_ids: Sequence[int], num_tokens: int, l
 
 
 def append_to_one(tables: BlockTables, seq_id: int, num_tokens: int, lookahead: int) -> bool:
-    """Give a sequence slots, or change nothing; see `KVCacheManager.append_slots`.
-
-    Returns:
-        False when some group lacks the blocks.
-
-    Raises:
-        ValueError: `num_tokens` is below 1, `lookahead` is negative, or the sequence is swapped out.
-    """
+    """Give a sequence slots, or change nothing; see `KVCacheManager.append_slots`."""
     if num_tokens < 1 or lookahead < 0:
         raise ValueError(f"num_tokens must be at least 1 and lookahead at least 0, got {num_tokens} and {lookahead}")
     state = tables.sequences[seq_id]
@@ -64,13 +57,6 @@ def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
     """Give sequences, one after the other, a slot for one more token, up to the first that lacks the blocks.
 
     This has the effect, and the errors, of `append_to_one` for each in turn.
-
-    Args:
-        tables: block tables of all sequences.
-        seq_ids: live sequences on the device, all different.
-
-    Returns:
-        Number of sequences, from the first on, that have their slot.
     """
     sequences = tables.sequences
     size = tables.groups[0].spec.block_size
@@ -99,9 +85,6 @@ def append_more_to_each(tables: BlockTables, seq_ids: Sequence[int], num_tokens:
     """Give sequences slots for several tokens each, with all their blocks taken together.
 
     This has the effect of `append_to_one` for each in turn.
-
-    Returns:
-        False, with nothing changed, where a sequence needs the general path (`append_to_one`), or blocks are lacking.
     """
     if len(tables.groups) > 1 or tables.recurrent_groups:
         return False
@@ -152,18 +135,7 @@ def _add_block_to_each(tables: BlockTables, states: Sequence[SequenceBlocks]) ->
 
 
 def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:
-    """Give each of some sequences a slot for one more token, or change nothing.
-
-    Args:
-        tables: block tables of all sequences.
-        seq_ids: live sequences on the device, all different, without lookahead slots.
-
-    Returns:
-        False when some group lacks the blocks.
-
-    Raises:
-        ValueError: a sequence is swapped out.
-    """
+    """Give each of some sequences a slot for one more token, or change nothing."""
     states = [tables.resident(seq_id) for seq_id in seq_ids]
     size = tables.groups[0].spec.block_size
     if all(state.tail_is_private and state.num_slots % size for state in states) and not tables.recurrent_groups:
@@ -182,12 +154,7 @@ def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:
 
 
 def count_growth(tables: BlockTables, states: Sequence[SequenceBlocks]) -> list[int]:
-    """Return the least number of blocks of each group that one more slot for each of some sequences takes.
-
-    Args:
-        tables: block tables of all sequences.
-        states: different sequences on the device, without lookahead slots.
-    """
+    """Return the least number of blocks of each group that one more slot for each of some sequences takes."""
     needs = []
     for idx, group in enumerate(tables.groups):
         size, num_blocks = group.spec.block_size, 0

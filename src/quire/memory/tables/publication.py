@@ -14,16 +14,7 @@ from quire.memory.tables.tables import BlockTables
 
 
 class Publication:
-    """Publishes the full blocks, due snapshots and tails of sequences, and frees the blocks out of their windows.
-
-    Args:
-        tables: block tables of all sequences.
-        windowed_groups: indices of the groups with a window or chunks.
-        snapshot_interval: see `KVCacheManager`.
-
-    Attributes:
-        num_merges: number of duplicate blocks that were released when they filled.
-    """
+    """Publishes the full blocks, due snapshots and tails of sequences, and frees the blocks out of their windows."""
 
     __slots__ = ("_snapshots", "_tables", "_windowed_groups", "num_merges")
 
@@ -53,11 +44,7 @@ class Publication:
         return bool(self._tables.recurrent_groups) and state.is_publishing and self._snapshots.is_point(state)
 
     def add_computed(self, seq_ids: Sequence[int]) -> dict[int, int]:
-        """Count one more computed token of each sequence that has nothing to publish: most decoding sequences.
-
-        Returns:
-            The other sequences, which are unchanged, with the new numbers of computed tokens.
-        """
+        """Count one more computed token of each sequence that has nothing to publish: most decoding sequences."""
         sequences, is_observed = self._tables.sequences, self._tables.observer is not None
         others: dict[int, int] = {}
         for seq_id in seq_ids:
@@ -83,11 +70,7 @@ class Publication:
         state.next_publish_at = next_publish_at(tables.groups, self._windowed_groups, state)
 
     def end(self, state: SequenceBlocks) -> NodePosition | None:
-        """Publish the tail of a sequence that ends, and keep the blocks that its next turn will read.
-
-        Returns:
-            The tree position where the tail's tokens are published now; None where they are not.
-        """
+        """Publish the tail of a sequence that ends, and keep the blocks that its next turn will read."""
         tail = publish_tail(self._tables.groups, state)
         for idx in self._windowed_groups:
             retain_for_next_turn(self._tables.groups[idx], state)

@@ -12,13 +12,7 @@ from quire.memory.specs import NEVER_FREED
 
 
 def next_publish_at(groups: Sequence[CacheGroup], windowed_groups: Sequence[int], state: SequenceBlocks) -> int:
-    """Return the least number of computed tokens at which a block is published or freed.
-
-    Args:
-        groups: all cache groups, with one block size.
-        windowed_groups: indices of the groups with a window or chunks.
-        state: the sequence.
-    """
+    """Return the least number of computed tokens at which a block is published or freed."""
     event = NEVER_FREED
     if state.is_publishing:
         event = (state.num_published + 1) * groups[0].spec.block_size
@@ -33,9 +27,6 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full
     Recurrent groups are skipped; they publish snapshots only. Where all groups are recurrent, the tree gets no
     positions here: a position where no block is ever published is never trimmed. After a digest collision the sequence
     stops publishing, since its later blocks would have no positions in the tree.
-
-    Returns:
-        The number of duplicates that were released.
     """
     start, chain, tree = state.num_published, state.chain, groups[0].pool.index.tree
     if groups[0].is_recurrent and all(group.is_recurrent for group in groups):
@@ -57,11 +48,7 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full
 
 
 def _publish_or_merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, start: int, end: int) -> int:
-    """Publish blocks one by one in a group that may have published the same tokens already.
-
-    Returns:
-        The number of duplicates that were released.
-    """
+    """Publish blocks one by one in a group that may have published the same tokens already."""
     index, table = group.pool.index, state.tables[group_idx]
     num_merges = 0
     for block_idx, known in enumerate(index.published(state.chain, start, end), start):
@@ -85,12 +72,7 @@ def merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, block_idx: i
 
 
 def retain_for_next_turn(group: CacheGroup, state: SequenceBlocks) -> None:
-    """Restore the default priority of out-of-window blocks that a hit on the sequence's whole blocks would read.
-
-    Args:
-        group: cache group with a window or chunks.
-        state: sequence that ends.
-    """
+    """Restore the default priority of out-of-window blocks that a hit on the sequence's whole blocks would read."""
     pool, size = group.pool, group.spec.block_size
     num_full = max(0, state.num_computed - 1) // size
     first, last = group.num_skipped(num_full * size), min(num_full, group.num_skipped(state.num_computed))

@@ -7,12 +7,7 @@ from quire.memory.tables.tables import BlockTables
 
 
 class Rollback:
-    """Removes slots from the end of a sequence.
-
-    Args:
-        tables: block tables of all sequences.
-        windowed_groups: indices of the groups with a window or chunks.
-    """
+    """Removes slots from the end of a sequence."""
 
     __slots__ = ("_tables", "windowed_groups")
 
@@ -35,26 +30,12 @@ class Rollback:
         return max(deaths, default=0)
 
     def point(self, seq_id: int, num_tokens: int) -> int:
-        """Return the greatest length, `num_tokens` at most, to which a live sequence can be truncated.
-
-        Args:
-            seq_id: live sequence.
-            num_tokens: length between `limit` and the present number of slots.
-        """
+        """Return the greatest length, `num_tokens` at most, to which a live sequence can be truncated."""
         is_all = num_tokens == self._tables.sequences[seq_id].num_slots
         return num_tokens if is_all or not self._tables.recurrent_groups else self.limit(seq_id)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Remove the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards.
-
-        Args:
-            seq_id: live sequence.
-            num_tokens: number of slots to keep, from `limit` to the present number. With recurrent groups one of these
-                two: no state was stored for the lengths between them.
-
-        Raises:
-            ValueError: another number of slots, or the sequence is swapped out.
-        """
+        """Remove the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards."""
         tables = self._tables
         state = tables.resident(seq_id)
         least = self.limit(seq_id)

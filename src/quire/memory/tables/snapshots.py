@@ -38,11 +38,7 @@ class Snapshots(NamedTuple):
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], interval: int | None) -> Snapshots:
-        """Return the snapshots of groups; the default interval is a multiple of the block size.
-
-        Raises:
-            ValueError: `interval` is not a positive multiple of the block size.
-        """
+        """Return the snapshots of groups; the default interval is a multiple of the block size."""
         size = groups[0].spec.block_size
         if interval is None:
             interval = -(-DEFAULT_SNAPSHOT_INTERVAL // size) * size
@@ -51,14 +47,7 @@ class Snapshots(NamedTuple):
         return cls(tuple(idx for idx, group in enumerate(groups) if group.spec.is_recurrent), interval)
 
     def snapshot_points_of(self, chain: TokenChain, hit: PrefixHit, block_size: int) -> tuple[int, ...]:
-        """Return the lengths at which a new sequence takes snapshots in addition to the regular ones.
-
-        Args:
-            chain: tokens of the sequence. Snapshot points are the last block boundary that leaves a token to compute,
-                and the length at which the prompt diverged from the tree.
-            hit: prefix hit that the sequence starts from.
-            block_size: number of tokens of a block.
-        """
+        """Return the lengths at which a new sequence takes snapshots in addition to the regular ones."""
         if not self.recurrent_groups:
             return ()
         last = max(0, len(chain.tokens) - 1) // block_size * block_size
@@ -78,11 +67,7 @@ class Snapshots(NamedTuple):
         return state.num_slots % self.interval == 0 or state.num_slots in state.snapshot_points
 
     def publish(self, groups: Sequence[CacheGroup], state: SequenceBlocks) -> int:
-        """Publish a sequence's states, or merge them with published duplicates; lower earlier snapshots' priority.
-
-        Returns:
-            The number of duplicates that were released.
-        """
+        """Publish a sequence's states, or merge them with published duplicates; lower earlier snapshots' priority."""
         chain = state.chain
         block_idx = state.num_computed // groups[0].spec.block_size - 1
         tree = groups[0].pool.index.tree

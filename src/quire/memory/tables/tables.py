@@ -18,23 +18,7 @@ from quire.memory.sequence_blocks import SequenceBlocks, StateBackup
 
 
 class BlockTables:
-    """Block tables of all live sequences, and the copies that `take_ops` has not returned yet.
-
-    Args:
-        arena: arena of the device blocks.
-        groups: cache groups, one for each pool of the arena.
-        pins: pinned prefixes.
-        host: host tier, if there is one.
-
-    Attributes:
-        sequences: live sequences by id.
-        pending_copies: block copies to perform, in order.
-        token_groups: indices of the groups that store tokens.
-        recurrent_groups: indices of the groups that store recurrent states.
-        version: counter of changes that could make a prefix hit stale.
-        num_copies: number of copy-on-write copies.
-        observer: receives every command, if set.
-    """
+    """Block tables of all live sequences, and the copies that `take_ops` has not returned yet."""
 
     __slots__ = (
         "arena",
@@ -109,15 +93,6 @@ class BlockTables:
         A shared last block is copied before a write (copy-on-write, M3). A published state, and a published tail that
         the sequence uses in part, are copied too if there is room. Otherwise, and for a published tail that the
         sequence uses whole, the last holder unpublishes the block and writes it in place.
-
-        Args:
-            state: the sequence.
-            end: number of slots afterwards.
-            is_lookahead: True to keep a backup of the present states, which `shrink` can restore.
-            may_copy_published: True to copy published blocks, if there is room, rather than to unpublish them.
-
-        Returns:
-            False where some group lacks the blocks.
         """
         needs = [
             group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
@@ -208,11 +183,7 @@ class BlockTables:
             self.drop_checkpoint(state)
 
     def commit_lookahead(self, state: SequenceBlocks, num_computed: int) -> None:
-        """Release the state backup from before the lookahead slots, since all draft tokens were accepted.
-
-        Raises:
-            ValueError: some draft tokens were rejected.
-        """
+        """Release the state backup from before the lookahead slots, since all draft tokens were accepted."""
         if num_computed < state.num_slots:
             raise ValueError(f"num_computed must be {state.num_slots}, as states include all slots, got {num_computed}")
         self.drop_checkpoint(state)
@@ -240,11 +211,7 @@ class BlockTables:
         self.arena.moves.clear()
 
     def resident(self, seq_id: int) -> SequenceBlocks:
-        """Return the block tables of a live sequence whose blocks are on the device.
-
-        Raises:
-            ValueError: the sequence is swapped out.
-        """
+        """Return the block tables of a live sequence whose blocks are on the device."""
         state = self.sequences[seq_id]
         if state.host_tables is not None:
             raise ValueError(f"sequence {seq_id} is swapped out")
@@ -265,11 +232,7 @@ class BlockTables:
         return self.host.groups
 
     def siblings(self, seq_ids: Sequence[int], tier: Tier) -> list[SequenceBlocks]:
-        """Return the block tables of sequences that are swapped out of a tier together.
-
-        Raises:
-            ValueError: a sequence is on the other tier, is named twice, or has slots that are not written yet.
-        """
+        """Return the block tables of sequences that are swapped out of a tier together."""
         if len(set(seq_ids)) != len(seq_ids):
             raise ValueError(f"seq_ids must be distinct, got {list(seq_ids)}")
         states = [self.sequences[seq_id] for seq_id in seq_ids]

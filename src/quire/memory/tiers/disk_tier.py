@@ -268,13 +268,7 @@ class DiskTier:
 
 
 class DiskSink:
-    """Saves the published blocks that one group's host pool evicts.
-
-    Args:
-        disk_tier: the disk tier.
-        group_idx: index of the cache group.
-        pool: host pool of the group.
-    """
+    """Saves the published blocks that one group's host pool evicts."""
 
     __slots__ = ("_disk_tier", "_group_idx", "_pool")
 

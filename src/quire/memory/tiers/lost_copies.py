@@ -27,11 +27,7 @@ class Holders(NamedTuple):
 
 
 class LostCopies:
-    """Commands after a failed step.
-
-    Args:
-        tables: block tables of all sequences.
-    """
+    """Commands after a failed step."""
 
     __slots__ = ("_tables",)
 
@@ -39,11 +35,7 @@ class LostCopies:
         self._tables = tables
 
     def holders_of(self, ops: MemoryOps) -> Holders:
-        """Return the live sequences and pins that hold targets of copies.
-
-        Args:
-            ops: operations of the failed step, from `take_ops`.
-        """
+        """Return the live sequences and pins that hold targets of copies."""
         targets = _targets(ops)
         seq_ids = tuple(
             seq_id
@@ -65,14 +57,7 @@ class LostCopies:
         return Holders(seq_ids, pins)
 
     def discard(self, ops: MemoryOps) -> None:
-        """Unpublish the targets of copies that may not have been made.
-
-        Args:
-            ops: operations of the failed step, from `take_ops`, for which `holders_of` no longer finds holders.
-
-        Raises:
-            ValueError: a target has a holder.
-        """
+        """Unpublish the targets of copies that may not have been made."""
         published: list[tuple[BlockPool, list[int]]] = []
         for (tier, idx), block_ids in _targets(ops).items():
             pool = self._tables.groups_on(tier)[idx].pool

@@ -98,17 +98,7 @@ def check_swap_in(
     num_kept_free: int,
     num_slabs: int,
 ) -> AllocStatus:
-    """Return whether the device has room for sequences that are swapped in, and then grow.
-
-    Args:
-        tables: block tables of all sequences.
-        states: sequences to swap in.
-        num_tokens: length that each sequence would reach.
-        step_tokens: greatest number of tokens that one step appends to a sequence; None for all at once.
-        reserved: number of blocks of each group that other sequences will ask for.
-        num_kept_free: number of slabs that must stay free.
-        num_slabs: number of slabs that these sequences can use if they run alone.
-    """
+    """Return whether the device has room for sequences that are swapped in, and then grow."""
     routes = find_routes(tables, states, Tier.HOST)
     growth = [_growth(tables, states, idx, route, num_tokens, step_tokens) for idx, route in enumerate(routes)]
     totals = [len(route.found) + len(route.missing) + more for route, more in zip(routes, growth, strict=True)]
@@ -154,17 +144,7 @@ def _growth(
 
 
 def transfer(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, routes: Sequence[TransferPlan]) -> int:
-    """Move all blocks of some sequences to the other tier; shared blocks stay shared.
-
-    Args:
-        tables: block tables of all sequences; the copies are added to `pending_copies`.
-        states: sequences, for which the other tier has room.
-        src: tier of the sequences.
-        routes: result of `find_routes`.
-
-    Returns:
-        The number of copied blocks.
-    """
+    """Move all blocks of some sequences to the other tier; shared blocks stay shared."""
     dst = OTHER_TIER[src]
     for state in states:
         lengths = [len(table) for table in state.tables_on(src)]
@@ -188,11 +168,7 @@ def transfer(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, r
 
 
 def copy_blocks(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, group_idx: int) -> int:
-    """Copy blocks of one group to the other tier where its block tables have null entries.
-
-    Returns:
-        The number of copied blocks.
-    """
+    """Copy blocks of one group to the other tier where its block tables have null entries."""
     dst = OTHER_TIER[src]
     here, there = tables.groups_on(src)[group_idx].pool, tables.groups_on(dst)[group_idx].pool
 

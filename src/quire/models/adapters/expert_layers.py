@@ -65,15 +65,7 @@ class LinearPlace(NamedTuple):
 
 
 class ExpertLayers:
-    """The layers of single experts of a model.
-
-    Args:
-        spec: specification of the whole model, whatever part of it a rank has.
-        weight_map: parameter name -> names of the family's tensors.
-
-    Attributes:
-        layers: layers by the name of their weight in the decoder.
-    """
+    """The layers of single experts of a model."""
 
     def __init__(self, spec: ModelSpec, weight_map: WeightMap) -> None:
         self.layers: dict[str, ExpertLayer] = {}
@@ -99,11 +91,7 @@ class ExpertLayers:
         return sum(each.num_experts * (2 if each.parameter == GATE_UP else 1) for each in self.layers.values())
 
     def sources(self, weight_map: WeightMap) -> dict[str, ExpertSource]:
-        """Return what the tensors of the layers hold, by their names.
-
-        Args:
-            weight_map: parameter name -> names of the family's tensors.
-        """
+        """Return what the tensors of the layers hold, by their names."""
         found = {}
         for name, layer in self.layers.items():
             num_parts = 2 if layer.parameter == GATE_UP else 1
@@ -233,11 +221,6 @@ def is_first_of_inputs(layer: ExpertLayer, width: int, version: tuple[int, ...] 
     PEFT calls one dimension of a parameter [X, d1, d2] the inputs, without knowledge of the model: d1 until 0.18; then
     d2 where transformers does not say that the parameter is transposed, as it says of gpt-oss only; 0.19.0 had the two
     cases the wrong way round. Widths tell which it was, unless d1 = d2.
-
-    Args:
-        layer: layer that the matrices are for.
-        width: number of columns of `lora_A`.
-        version: version of PEFT that wrote the adapter; None for an unknown one, as 0.17 is.
     """
     if layer.in_width != layer.out_width:
         return width == layer.in_width

@@ -25,14 +25,6 @@ class MergedAdapter:
 
     The sum is computed in float32 from the stored values, and rounded once to the dtype of the model. What the loader
     does to weights comes after that: their order, packing and quantisation.
-
-    Args:
-        adapter: the adapter that was read.
-        experts: the weights of single experts, by their names in the checkpoint.
-        folder: folder of the adapter, for messages.
-
-    Attributes:
-        digest: digest of what the adapter computes.
     """
 
     def __init__(self, adapter: PeftAdapter, experts: Mapping[str, ExpertSource], folder: Path) -> None:
@@ -46,9 +38,6 @@ class MergedAdapter:
             name: name of the weight in the checkpoint.
             weight: [out, in], as it is stored; of all experts of a layer, [X * out, in] or [X, in, out].
             dtype: dtype of the model.
-
-        Raises:
-            CheckpointError: a sum is no finite number of the dtype.
         """
         if name in self._experts:
             source = self._experts[name]
@@ -77,20 +66,7 @@ def read_merged(
     weight_map: WeightMap,
     max_rank: int,
 ) -> MergedAdapter:
-    """Read an adapter that is to be merged into the weights of a checkpoint.
-
-    Args:
-        folder: folder of the adapter.
-        checkpoint: the model's files.
-        modules: widths of the modules of the whole model that take adapters, as `module_shapes` returns them.
-        experts: layers of single experts of the whole model.
-        weight_map: parameter name -> names of the family's tensors.
-        max_rank: largest rank that is accepted.
-
-    Raises:
-        ConfigError: the weights are stored quantised.
-        CheckpointError: see `read_peft`.
-    """
+    """Read an adapter that is to be merged into the weights of a checkpoint."""
     method = _stored_method(checkpoint)
     if method is not None:
         raise ConfigError(
@@ -113,13 +89,7 @@ def _stored_method(checkpoint: Checkpoint) -> str | None:
 def module_shapes(
     slots: WeightSlots, weight_map: WeightMap, row_count: Callable[[str], int]
 ) -> Mapping[str, ModuleShape]:
-    """Return the widths of the modules that take adapters, by `module_key`.
-
-    Args:
-        slots: slots of the weights of the whole model.
-        weight_map: parameter name -> names of the family's tensors.
-        row_count: function that returns the number of rows of a tensor of the family, given its name.
-    """
+    """Return the widths of the modules that take adapters, by `module_key`."""
     shapes = {}
     for name, slot in slots.items():
         if slot.adapted and not name.startswith(HEAD):

@@ -52,15 +52,7 @@ class ModuleScale(NamedTuple):
 
 
 class PeftConfig:
-    """A configuration that was checked.
-
-    Args:
-        values: content of the file.
-        place: path of the file, for messages.
-
-    Raises:
-        CheckpointError: a field is missing, of the wrong type, or asks for something that is not implemented.
-    """
+    """A configuration that was checked."""
 
     def __init__(self, values: Mapping[str, Any], place: object) -> None:
         self._values, self._place = values, place
@@ -96,16 +88,7 @@ class PeftConfig:
         return None if match is None else tuple(int(part or 0) for part in match.groups())
 
     def scales(self, modules: Sequence[str], parameters: Mapping[str, str] | None = None) -> dict[str, ModuleScale]:
-        """Return rank and scale in each of the modules that the adapter has tensors for.
-
-        Args:
-            modules: names of modules, as the adapter's tensors have them.
-            parameters: name of the parameter that the adapter is for, by module, where that is no linear layer.
-
-        Raises:
-            CheckpointError: neither `target_modules` nor `target_parameters` names a module, or a pattern cannot be
-                matched.
-        """
+        """Return rank and scale in each of the modules that the adapter has tensors for."""
         targets = self._named(modules, parameters or {})
         names = list(targets.values())
         rank_of = self._reader("rank_pattern", self._ranks, self._rank, names)

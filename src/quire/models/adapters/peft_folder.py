@@ -79,18 +79,7 @@ _Pair = tuple[Tensor, Tensor]
 
 
 def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayers, max_rank: int) -> PeftAdapter:
-    """Read an adapter.
-
-    Args:
-        folder: folder of the two files.
-        shapes: widths of the modules that take adapters, by `module_key`.
-        experts: layers of single experts.
-        max_rank: largest rank that is accepted.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, the adapter asks for something that is not implemented, or it
-            does not fit the model; the message names the file, and the field or the tensor.
-    """
+    """Read an adapter."""
     if not folder.is_dir():
         raise CheckpointError(f"the adapter {folder} is no folder; one with {CONFIG_FILE} and {TENSORS_FILE} is needed")
     config = PeftConfig(read_object(folder / CONFIG_FILE), folder / CONFIG_FILE)
@@ -153,11 +142,7 @@ def _tensors(path: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayer
 def _pairs(
     path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, ModuleShape], experts: ExpertLayers
 ) -> dict[str, _Pair]:
-    """Return the two matrices of each module, by the module's name in the file.
-
-    Raises:
-        CheckpointError: a tensor is no such matrix, or is for something that takes no adapter.
-    """
+    """Return the two matrices of each module, by the module's name in the file."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _MATRIX.fullmatch(name)
@@ -184,11 +169,7 @@ def _pairs(
 
 
 def _target(path: Path, module: str, pair: _Pair, shapes: Mapping[str, ModuleShape], experts: ExpertLayers) -> _Target:
-    """Return what the two matrices of a module are for.
-
-    Raises:
-        CheckpointError: the matrices fit none of the parameters of all experts.
-    """
+    """Return what the two matrices of a module are for."""
     key = module_key(module)
     linear = shapes.get(key) or experts.linear(key)
     if linear is not None:

@@ -69,17 +69,7 @@ class _Model:
 
     @classmethod
     def read(cls, name: str, revision: str | None, wanted: str | None = None) -> _Model:
-        """Read a model's configuration as the engine does.
-
-        Args:
-            name, revision: options of the engine.
-            wanted: its option `stored_quantization`.
-
-        Raises:
-            UnsupportedModel: the engine does not run this model.
-            CheckpointError: a field is missing or of the wrong type.
-            ConfigError: the weights are stored in another way than `wanted`.
-        """
+        """Read a model's configuration as the engine does."""
         raw = read_config(name, revision)
         method = read_quantization_config(raw)
         spec, _ = build(without_quantization(raw))
@@ -92,11 +82,7 @@ class _Model:
         return cls(str(raw["architectures"][0]), raw, spec, spec, stored_bytes, method_name)
 
     def divided(self, parallel: ParallelConfig) -> _Model:
-        """Return the part that one of several GPUs has.
-
-        Raises:
-            ConfigError: the model cannot be divided among so many.
-        """
+        """Return the part that one of several GPUs has."""
         if parallel.tensor_parallel_size == 1:
             return self
         from quire.models.capacity.rank_part import rank_spec, stored_spec  # with torch

@@ -74,12 +74,7 @@ class StepSizes(NamedTuple):
 
 
 def step_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    """Return the most bytes that a step takes besides weights and KV cache, in tensors that live at the same time.
-
-    Args:
-        spec: specification of the model; of ranks, of one's part, but for the vocabulary, which is the whole one.
-        sizes: the largest steps.
-    """
+    """Return the most bytes that a step takes besides weights and KV cache, in tensors that live at the same time."""
     prefill = sizes.num_prefill_rows * _layers_bytes(spec, sizes, is_last=False)
     return max(prefill, sizes.num_decode_rows * max(_layers_bytes(spec, sizes), _sampling_bytes(spec, sizes)))
 
@@ -90,12 +85,6 @@ def captured_bytes(
     """Return the bytes of captured decode steps, as far as they are tensors: smaller steps lie in the largest one's.
 
     What the driver keeps of each step is not known without a GPU.
-
-    Args:
-        spec, sizes: see `step_bytes`.
-        num_rows: rows of the largest captured step.
-        num_table_entries: entries of the block tables of all cache groups.
-        makes_drafts: whether they are passes that make drafts, which keep tokens in place of logits.
     """
     outputs, live = spec.width * sizes.element_bytes, _layers_bytes(spec, sizes)
     if sizes.num_ranks == 1:  # steps of ranks end before the head
@@ -127,12 +116,7 @@ def _head_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
 
 
 def _layers_bytes(spec: ModelSpec, sizes: StepSizes, *, is_last: bool = True) -> int:
-    """Return the bytes of a row at the peak of the layers.
-
-    Args:
-        spec, sizes: see `step_bytes`.
-        is_last: rows go through all layers; else through those up to the mixer of the last one that keeps something.
-    """
+    """Return the bytes of a row at the peak of the layers."""
     element = sizes.element_bytes
     head_dims = {
         (part.rope, part.head_dim) for layer in spec.layers for part in layer.parts if isinstance(part, Attention)

@@ -203,11 +203,7 @@ def _with_kind(stated: PoolingConfig, name: str, is_encoder: bool) -> PoolingCon
 
 
 def _with_prompts(checkpoint: Checkpoint, stated: PoolingConfig) -> PoolingConfig:
-    """Add the prompts, and the function of two embeddings, that `config_sentence_transformers.json` states.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Add the prompts, and the function of two embeddings, that `config_sentence_transformers.json` states."""
     path = checkpoint.folder / PROMPTS_FILE
     config: dict[str, Any] = _read(path, dict) or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
@@ -222,15 +218,7 @@ def _with_prompts(checkpoint: Checkpoint, stated: PoolingConfig) -> PoolingConfi
 
 
 def _pooling_kind(folder: Path, path: object) -> tuple[str, bool]:
-    """Return the name of the pooling, several names joined, and whether prompts are pooled too.
-
-    Args:
-        folder: folder of the checkpoint.
-        path: folder of the module's configuration in it.
-
-    Raises:
-        CheckpointError: the file is damaged, or the path leads elsewhere.
-    """
+    """Return the name of the pooling, several names joined, and whether prompts are pooled too."""
     if not isinstance(path, str) or not path.replace("_", "").isalnum():
         raise CheckpointError(f"{folder / MODULES_FILE} must name a folder for its pooling, got {shown(path)}")
     config: dict[str, Any] | None = _read(folder / path / "config.json", dict)

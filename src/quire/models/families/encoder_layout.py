@@ -53,17 +53,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
 def read_bert_layout(
     config: HFConfig, prefix: str, first_position: int = 0, head: ClassifierHead | None = None
 ) -> tuple[EncoderSpec, WeightMap]:
-    """Read an encoder with learned positions and norms after each residual.
-
-    Args:
-        prefix: prefix of all tensors but the head's, with its dot.
-        first_position: row of a text's first token in the embedding of positions.
-        head: head that classifies, whose tensors the caller names.
-
-    Raises:
-        CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
-        UnsupportedModel: a field asks for something that is not implemented.
-    """
+    """Read an encoder with learned positions and norms after each residual."""
     config.require("position_embedding_type", None, "absolute")
     config.require("is_decoder", None, False)
     num_positions = config.integer("max_position_embeddings", 512)
@@ -94,11 +84,7 @@ def read_bert_layout(
 
 
 def read_heads(config: HFConfig, *, bias: bool) -> BidirectionalAttention:
-    """Read the heads, among which the width is divided.
-
-    Raises:
-        CheckpointError: they do not divide it evenly.
-    """
+    """Read the heads, among which the width is divided."""
     width, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim, rest = divmod(width, num_heads)
     if rest or head_dim % 2:
@@ -110,11 +96,7 @@ def read_heads(config: HFConfig, *, bias: bool) -> BidirectionalAttention:
 
 
 def read_elementwise(config: HFConfig, name: str, default: str) -> Elementwise:
-    """Read the name of an activation.
-
-    Raises:
-        UnsupportedModel: it is not implemented.
-    """
+    """Read the name of an activation."""
     value = config.text(name, default)
     if value not in ACTIVATIONS:
         allowed = ", ".join(map(repr, ACTIVATIONS))
@@ -123,11 +105,7 @@ def read_elementwise(config: HFConfig, name: str, default: str) -> Elementwise:
 
 
 def read_labels(config: HFConfig) -> tuple[str, ...]:
-    """Read the names of the classes from `id2label`; without it there are `num_labels`, or two.
-
-    Raises:
-        CheckpointError: the keys are not the numbers from 0.
-    """
+    """Read the names of the classes from `id2label`; without it there are `num_labels`, or two."""
     part = config.part("id2label")
     if part is None:
         return tuple(f"LABEL_{idx}" for idx in range(config.integer("num_labels", 2)))
@@ -138,11 +116,7 @@ def read_labels(config: HFConfig) -> tuple[str, ...]:
 
 
 def read_scores(config: HFConfig, num_labels: int) -> Literal["sigmoid", "softmax", "none"]:
-    """Read the function from logits to scores: the sigmoid of one class, the softmax over several, unless it is stated.
-
-    Raises:
-        UnsupportedModel: another function is stated.
-    """
+    """Read the function from logits to scores: the sigmoid of one class, the softmax over several, unless it is stated."""
     own = config.part("sentence_transformers")
     field, name = "sbert_ce_default_activation_function", "activation_fn"
     stated = own.text(name, "") if own is not None and own.has(name) else config.text(field, "")

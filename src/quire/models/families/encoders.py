@@ -30,12 +30,7 @@ ENCODERS: Final[dict[str, Callable[[HFConfig], tuple[EncoderSpec, WeightMap]]]] 
 
 
 def build_encoder(config: Mapping[str, Any]) -> tuple[EncoderSpec, WeightMap]:
-    """Read the configuration of an encoder.
-
-    Raises:
-        CheckpointError: a field is missing or of the wrong type.
-        UnsupportedModel: the family refuses an option.
-    """
+    """Read the configuration of an encoder."""
     name = find_encoder(config)
     assert name is not None, "the configuration of an encoder"
     fields = HFConfig(config)

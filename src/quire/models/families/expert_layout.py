@@ -23,14 +23,7 @@ BLOCK_EXPERTS: Final = "experts_are_blocks"
 
 
 def read_counts(config: HFConfig, default: int | None = None, chosen: int | None = None) -> tuple[int, int]:
-    """Read how many experts there are, and how many of them a token goes through.
-
-    Args:
-        default, chosen: where the configuration does not say.
-
-    Raises:
-        CheckpointError: a field is missing or of the wrong type, or more are chosen than there are.
-    """
+    """Read how many experts there are, and how many of them a token goes through."""
     name = "num_experts" if config.has("num_experts") else "num_local_experts"
     num_experts, num_chosen = config.integer(name, default), config.integer("num_experts_per_tok", chosen)
     if num_chosen > num_experts:
@@ -67,16 +60,7 @@ def with_experts(
     prefix: str = "model",
     is_stacked: bool = False,
 ) -> tuple[ModelSpec, WeightMap]:
-    """Put experts in place of the gated MLPs of some layers.
-
-    Args:
-        read: the model with gated MLPs in all layers.
-        layers: layers with experts.
-        module: name of the FFN of such a layer in the checkpoint.
-        parts: names of the gate, up and down of each expert in the checkpoint.
-        prefix: prefix of the layers' names.
-        is_stacked: the experts of a layer are stored in one tensor; see `map_stack`.
-    """
+    """Put experts in place of the gated MLPs of some layers."""
     spec, names = read
     specs = [replace(each, ffn=experts) if idx in layers else each for idx, each in enumerate(spec.layers)]
     replaced = {("layers", str(idx), "ffn") for idx in layers}
@@ -91,14 +75,7 @@ def with_experts(
 def map_experts(
     ours: str, theirs: str, num_experts: int, parts: tuple[str, str, str] = PARTS, kind: str = "weight"
 ) -> WeightMap:
-    """Name the tensors of experts, each of which is there by itself.
-
-    Args:
-        ours, theirs: names of the layer's FFN.
-        num_experts: number of experts.
-        parts: names of the gate, up and down of each expert in the checkpoint.
-        kind: "weight" or "bias".
-    """
+    """Name the tensors of experts, each of which is there by itself."""
     gate, up, down = parts
     numbered = [f"{theirs}.experts.{number}" for number in range(num_experts)]
     return {

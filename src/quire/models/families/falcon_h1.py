@@ -23,12 +23,7 @@ MLP: Final = {
 
 
 def falcon_h1(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `FalconH1ForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `FalconH1ForCausalLM`."""
     config.require("attn_layer_indices", None)
     config.require("mamba_use_mlp", True)
     refuse_layer_types(config, "hybrid")

@@ -187,12 +187,7 @@ def _read_per_layer_inputs(config: HFConfig, norm: RMSNorm, mlp: GatedMLP) -> Pe
 
 
 def _map_weights(spec: ModelSpec, is_kv_same: bool, prefix: str) -> WeightMap:
-    """Name the checkpoint's tensors.
-
-    Args:
-        is_kv_same: layers that see all tokens make their values of what makes their keys.
-        prefix: prefix of all tensors but the head's.
-    """
+    """Name the checkpoint's tensors."""
     names = map_ends(spec, prefix)
     if spec.per_layer_inputs is not None:
         names |= map_modules("per_layer_inputs", prefix, TOLD)

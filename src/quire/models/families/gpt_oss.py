@@ -36,12 +36,7 @@ ROPE: Final[Mapping[str, Any]] = {
 
 
 def gpt_oss(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `GptOssForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `GptOssForCausalLM`."""
     config = config.filled(DEFAULTS)
     config.require("hidden_act", None, "silu")
     config.require("swiglu_alpha", None, 1.702)

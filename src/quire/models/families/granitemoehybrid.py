@@ -31,12 +31,7 @@ STACKS: Final = {
 
 
 def granitemoehybrid(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `GraniteMoeHybridForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `GraniteMoeHybridForCausalLM`."""
     config = config.filled({"num_local_experts": 8, "hidden_act": "silu"})
     config.require("hidden_act", "silu")
     config.require("position_embedding_type", "rope", "nope")

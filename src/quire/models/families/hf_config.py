@@ -39,11 +39,7 @@ _MISSING = object()
 
 
 class HFConfig:
-    """A `config.json` in the dialect of Hugging Face.
-
-    Raises:
-        UnsupportedModel: a field asks for something that is not implemented.
-    """
+    """A `config.json` in the dialect of Hugging Face."""
 
     def __init__(self, fields: Mapping[str, Any], prefix: str = "") -> None:
         self._fields = fields
@@ -206,15 +202,7 @@ def read_rope_part(config: HFConfig, part: HFConfig | None, default_theta: float
 
 
 def read_num_turned(config: HFConfig, part: HFConfig, head_dim: int, default: float) -> int:
-    """Read how many first values of a head are rotated, from `partial_rotary_factor`.
-
-    Args:
-        part: object with the parameters of the rotation, which comes first.
-        default: fraction of a head, where neither states one.
-
-    Raises:
-        CheckpointError: they are not an even number, or none.
-    """
+    """Read how many first values of a head are rotated, from `partial_rotary_factor`."""
     name = "partial_rotary_factor"
     fraction = part.fraction(name, config.fraction(name, default))
     num_turned = int(head_dim * fraction)
@@ -237,11 +225,7 @@ def read_activation(config: HFConfig, name: str = "hidden_act") -> Activation:
 
 
 def refuse_layer_types(config: HFConfig, *allowed: str) -> None:
-    """Refuse layers whose attention is of another kind than those of `allowed`.
-
-    Raises:
-        UnsupportedModel: naming the field.
-    """
+    """Refuse layers whose attention is of another kind than those of `allowed`."""
     for kind in config.texts("layer_types"):
         if kind not in allowed:
             raise UnsupportedModel(
@@ -254,17 +238,7 @@ def refuse_layer_types(config: HFConfig, *allowed: str) -> None:
 def read_layer_kinds(
     config: HFConfig, allowed: Sequence[str], kind_of: Callable[[int], str], older: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Read the kind of every layer.
-
-    Args:
-        allowed: the kinds that a layer can be of.
-        kind_of: the kind of a layer by its index, where `layer_types` does not say.
-        older: other names of those kinds.
-
-    Raises:
-        CheckpointError: `layer_types` is not of one entry for each layer.
-        UnsupportedModel: `layer_types` names another kind.
-    """
+    """Read the kind of every layer."""
     older = older or {}
     num_layers = config.integer("num_hidden_layers")
     refuse_layer_types(config, *allowed, *older)
@@ -279,15 +253,7 @@ def read_layer_kinds(
 
 
 def read_windows(config: HFConfig, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Read the window of every layer, None for those that see all earlier tokens.
-
-    Args:
-        has_window: whether the layer of an index has the window, where `layer_types` does not say.
-
-    Raises:
-        CheckpointError: `layer_types` is not of one entry for each layer, or `sliding_window` is missing.
-        UnsupportedModel: `layer_types` names another kind.
-    """
+    """Read the window of every layer, None for those that see all earlier tokens."""
     kinds = read_layer_kinds(config, (FULL, WINDOWED), lambda idx: WINDOWED if has_window(idx) else FULL)
     return tuple(config.integer("sliding_window") if kind == WINDOWED else None for kind in kinds)
 

@@ -13,18 +13,7 @@ OWN_FIELDS: Final = ("head_dim", "num_key_value_heads")
 
 
 def read_layers(config: HFConfig, kinds: Sequence[str]) -> tuple[HFConfig, ...]:
-    """Read what is stated for single layers, or for those that see all tokens: the shape of their keys and values.
-
-    Args:
-        kinds: kinds of all layers.
-
-    Returns:
-        For every layer the configuration, with what is stated for it in place of what is for all.
-
-    Raises:
-        CheckpointError: `per_layer_config` names something that is no layer.
-        UnsupportedModel: it states another field than the shape.
-    """
+    """Read what is stated for single layers, or for those that see all tokens: the shape of their keys and values."""
     own = config.parts("per_layer_config")
     if own is None:
         shape = {"head_dim": "global_head_dim"}
@@ -51,17 +40,7 @@ def read_layers(config: HFConfig, kinds: Sequence[str]) -> tuple[HFConfig, ...]:
 
 
 def read_sources(config: HFConfig, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """Read whose keys and values each layer reads: the last layers read those of the last one of their kind before.
-
-    Args:
-        kinds: kinds of all layers.
-
-    Returns:
-        For every layer the index of another, or None where it has its own.
-
-    Raises:
-        CheckpointError: `num_kv_shared_layers` leaves no layer of a kind that has its own.
-    """
+    """Read whose keys and values each layer reads: the last layers read those of the last one of their kind before."""
     num_own = len(kinds) - config.count("num_kv_shared_layers", 0)
     last = {kind: idx for idx, kind in enumerate(kinds[: max(0, num_own)])}
     if not last.keys() >= {*kinds}:
@@ -74,14 +53,7 @@ def read_sources(config: HFConfig, kinds: Sequence[str]) -> tuple[int | None, ..
 
 
 def read_turned(config: HFConfig) -> tuple[bool, ...]:
-    """Read which layers turn queries and keys: all that `no_rope_layers` has a 1 for, or most of them.
-
-    Returns:
-        For every layer whether it does.
-
-    Raises:
-        CheckpointError: `no_rope_layers` leaves layers out.
-    """
+    """Read which layers turn queries and keys: all that `no_rope_layers` has a 1 for, or most of them."""
     num_layers, interval = config.integer("num_hidden_layers"), config.integer("no_rope_layer_interval", 4)
     stated = config.flags("no_rope_layers") or tuple((idx + 1) % interval > 0 for idx in range(num_layers))
     if len(stated) < num_layers:

@@ -48,12 +48,7 @@ SHORT_CONV: Final = {
 
 
 def lfm2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read an `Lfm2ForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read an `Lfm2ForCausalLM`."""
     mlp_width = _read_mlp_width(config)
     config = config.filled(DEFAULTS)
     width = config.integer("hidden_size")
@@ -84,12 +79,7 @@ def lfm2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
 
 def lfm2_moe(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read an `Lfm2MoeForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is of the wrong type, or no layer is left for experts.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read an `Lfm2MoeForCausalLM`."""
     config = config.filled(MOE_DEFAULTS)
     read = lfm2(config.changed({"block_auto_adjust_ff_dim": False, "block_ff_dim": None}))
     is_normed, num_layers = config.flag("norm_topk_prob", True), len(read[0].layers)

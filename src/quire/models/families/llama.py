@@ -8,12 +8,7 @@ from quire.models.specs.spec import ModelSpec, WeightMap
 
 
 def llama(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `LlamaForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `LlamaForCausalLM`."""
     # One flag gives all four projections of attention a bias.
     has_bias = config.flag("attention_bias", False)
     return read_llama_layout(config, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=config.flag("mlp_bias", False))

@@ -56,12 +56,7 @@ WHOLE: Final = {
 
 
 def llama4(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `Llama4ForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `Llama4ForCausalLM`."""
     if config.is_null("attention_chunk_size"):
         raise UnsupportedModel(
             "config.json: attention_chunk_size is null, but only chunks are implemented", field="attention_chunk_size"

@@ -40,18 +40,7 @@ def read_llama_layout(
     windows: Sequence[int | None] | None = None,
     rope: Rope | None = None,
 ) -> tuple[ModelSpec, WeightMap]:
-    """Read a decoder of layers of attention and gated MLP, each after a norm, which differ in their windows at most.
-
-    Args:
-        qkv_bias, output_bias, mlp_bias, qk_norm: additions of the family to Llama.
-        head_dim: where the configuration gives none; None divides the width among the heads.
-        windows: window of every layer; None where the family has no windows.
-        rope: rotation of all layers; None reads it as Llama states it.
-
-    Raises:
-        CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
-        UnsupportedModel: a field asks for something that is not implemented.
-    """
+    """Read a decoder of layers of attention and gated MLP, each after a norm, which differ in their windows at most."""
     if windows is None:
         refuse_layer_types(config, FULL)
         windows = (None,) * config.integer("num_hidden_layers")
@@ -81,17 +70,7 @@ def read_llama_layout(
 def read_attention(
     config: HFConfig, rope: Rope | None, head_dim: int | None = None, *, has_soft_cap: bool = False
 ) -> Attention:
-    """Read the heads.
-
-    Args:
-        rope: rotation of the layer; None for none.
-        head_dim: where the configuration gives none; None divides the width among the heads.
-        has_soft_cap: the family may have a soft cap of scores, which is not read here.
-
-    Raises:
-        CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
-        UnsupportedModel: there is a soft cap of scores, and the family has none.
-    """
+    """Read the heads."""
     if not has_soft_cap:
         config.require("attn_logit_softcapping", None)
     num_heads = config.integer("num_attention_heads")
@@ -116,13 +95,7 @@ def read_attention(
 
 
 def map_weights(spec: ModelSpec, norms: Mapping[str, str] = NORMS, prefix: str = "model") -> WeightMap:
-    """Name the checkpoint's tensors.
-
-    Args:
-        spec: all its mixers are attention, and all its FFNs gated MLPs.
-        norms: names of a layer's norms, our name -> the checkpoint's.
-        prefix: prefix of all tensors but the head's.
-    """
+    """Name the checkpoint's tensors."""
     names = map_ends(spec, prefix)
     for idx, layer in enumerate(spec.layers):
         attention = layer.mixer
@@ -150,13 +123,7 @@ def map_ends(spec: ModelSpec, prefix: str = "model", norm: str = "norm") -> Weig
 
 
 def map_modules(ours: str, theirs: str, modules: Mapping[str, tuple[str, ...]], *, has_bias: bool = False) -> WeightMap:
-    """Name the tensors of a layer's modules.
-
-    Args:
-        ours, theirs: names of the layer.
-        modules: our name in the layer -> the checkpoint's, of all parts.
-        has_bias: whether each has a bias beside its weight.
-    """
+    """Name the tensors of a layer's modules."""
     return {
         f"{ours}.{name}.{kind}": tuple(f"{theirs}.{part}.{kind}" for part in parts)
         for name, parts in modules.items()

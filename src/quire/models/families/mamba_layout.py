@@ -16,16 +16,7 @@ HEADS: Final = {"A_log": "A_log", "dt_bias": "dt_bias", "D": "D"}
 
 
 def read_mamba2(config: HFConfig, inner: int, norm: RMSNorm | None) -> Mamba2:
-    """Read the heads of a recurrent layer, whose projections have no biases unless `mamba_proj_bias` is set.
-
-    Args:
-        inner: values of all heads.
-        norm: norm of the heads' output.
-
-    Raises:
-        CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
-        UnsupportedModel: a field asks for something that is not implemented.
-    """
+    """Read the heads of a recurrent layer, whose projections have no biases unless `mamba_proj_bias` is set."""
     config.require("hidden_act", "silu")
     config.require("time_step_limit", *NO_LIMITS)
     num_heads, num_groups = config.integer("mamba_n_heads", 128), config.integer("mamba_n_groups", 1)
@@ -52,11 +43,7 @@ def read_mamba2(config: HFConfig, inner: int, norm: RMSNorm | None) -> Mamba2:
 
 
 def map_mamba2(ours: str, theirs: str, mamba: Mamba2) -> WeightMap:
-    """Name the tensors of a recurrent layer.
-
-    Args:
-        ours, theirs: names of the layer's mixer.
-    """
+    """Name the tensors of a recurrent layer."""
     names = map_modules(ours, theirs, {"input": ("in_proj",)}, has_bias=mamba.input_bias)
     names |= map_modules(ours, theirs, {"conv": ("conv1d",)}, has_bias=mamba.conv_bias)
     names |= map_modules(ours, theirs, {"output": ("out_proj",)}, has_bias=mamba.output_bias)

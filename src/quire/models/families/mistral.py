@@ -8,12 +8,7 @@ from quire.models.specs.spec import ModelSpec, WeightMap
 
 
 def mistral(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `MistralForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `MistralForCausalLM`."""
     window = config.integer_or_none("sliding_window", 4096)
     refuse_layer_types(config, FULL if window is None else WINDOWED)
     return read_llama_layout(config, windows=(window,) * config.integer("num_hidden_layers"))

@@ -14,12 +14,7 @@ DEFAULTS: Final[dict[str, Any]] = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
 
 
 def mixtral(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `MixtralForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `MixtralForCausalLM`."""
     config = config.filled(DEFAULTS)
     window = config.integer("sliding_window") if config.has("sliding_window") else None
     refuse_layer_types(config, FULL if window is None else WINDOWED)

@@ -30,12 +30,7 @@ MODULES: Final = {
 
 
 def phi3(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `Phi3ForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `Phi3ForCausalLM`."""
     config = config.filled(DEFAULTS)
     config.require("lm_head_bias", False)
     num_layers = config.integer("num_hidden_layers")

@@ -8,22 +8,12 @@ from quire.models.specs.spec import ModelSpec, WeightMap
 
 
 def qwen2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `Qwen2ForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `Qwen2ForCausalLM`."""
     return read_llama_layout(config, qkv_bias=True, windows=read_qwen_windows(config))
 
 
 def read_qwen_windows(config: HFConfig) -> tuple[int | None, ...]:
-    """Read the windows of Qwen's layers: where `use_sliding_window` is set, those from `max_window_layers` on.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: a layer is to attend in another way than to all earlier tokens or to a window.
-    """
+    """Read the windows of Qwen's layers: where `use_sliding_window` is set, those from `max_window_layers` on."""
     window = config.integer_or_none("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
     if window is None:
         refuse_layer_types(config, FULL)

@@ -9,12 +9,7 @@ from quire.models.specs.spec import ModelSpec, WeightMap
 
 
 def qwen3(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `Qwen3ForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `Qwen3ForCausalLM`."""
     has_bias = config.flag("attention_bias", False)
     return read_llama_layout(
         config,

@@ -70,15 +70,7 @@ HEADS: Final = {"mixer.A_log": "linear_attn.A_log", "mixer.dt_bias": "linear_att
 
 
 def qwen3_5(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMap]:
-    """Read a `Qwen3_5ForCausalLM`.
-
-    Args:
-        prefix: prefix of the tensors' names.
-
-    Raises:
-        CheckpointError: a field of the configuration is of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented: experts, say.
-    """
+    """Read a `Qwen3_5ForCausalLM`."""
     config = config.filled(DEFAULTS)
     config.require("num_experts", 0)
     config.require("hidden_act", "silu")

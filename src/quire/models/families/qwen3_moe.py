@@ -9,12 +9,7 @@ from quire.models.specs.spec import Experts, ModelSpec, WeightMap
 
 
 def qwen3_moe(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read a `Qwen3MoeForCausalLM`.
-
-    Raises:
-        CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented: windows, say.
-    """
+    """Read a `Qwen3MoeForCausalLM`."""
     config.require("use_sliding_window", None, False)
     has_bias = config.flag("attention_bias", False)
     experts = Experts(

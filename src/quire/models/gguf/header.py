@@ -97,13 +97,7 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> Header:
 
 
 class _HeaderReader:
-    """The part of a header that is read, and the position in it.
-
-    Args:
-        path: the file.
-        stream: the open file, at its beginning.
-        max_bytes: maximum number of bytes of the header.
-    """
+    """The part of a header that is read, and the position in it."""
 
     def __init__(self, path: Path, stream: BinaryIO, max_bytes: int) -> None:
         self._path = path

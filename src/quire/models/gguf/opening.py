@@ -37,12 +37,7 @@ class GGUFModel(NamedTuple):
 
 
 def open_gguf(path: Path) -> GGUFModel:
-    """Read a file's header.
-
-    Raises:
-        CheckpointError: the file is damaged, or a field is missing or wrong.
-        UnsupportedModel: the architecture, or an option of it, is not implemented.
-    """
+    """Read a file's header."""
     file = GGUFFile.open(path)
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     config, sources = read_architecture(file.fields, shapes, partial(_read_floats, file))

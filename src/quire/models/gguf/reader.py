@@ -55,12 +55,7 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Read the header of a file, and those of the other parts where it is the first part of a split file.
-
-        Raises:
-            CheckpointError: a file is missing, damaged, or of a version or with a type of tensors that is not read; the
-                message names the file, the field or tensor, the value and the allowed ones.
-        """
+        """Read the header of a file, and those of the other parts where it is the first part of a split file."""
         header = read_header(path)
         tensors = {tensor.name: tensor for tensor in _placed(path, header)}
         left = MAX_HEADER_BYTES - header.num_bytes

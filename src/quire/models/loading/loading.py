@@ -107,15 +107,7 @@ def _make_decoder(
 def _adapted_modules(
     checkpoint: Checkpoint, spec: ModelSpec, weight_map: WeightMap, decoder: Decoder, ranks: RankGroup | None
 ) -> Mapping[str, ModuleShape]:
-    """Return the widths of the modules of a whole model that take adapters, by `module_key`.
-
-    Args:
-        checkpoint: the model's files.
-        spec: specification of the whole model.
-        weight_map: weight map of the whole model.
-        decoder: decoder of this process.
-        ranks: ranks that share the model, each of which has a part of it; None for one process.
-    """
+    """Return the widths of the modules of a whole model that take adapters, by `module_key`."""
     # Slots of a part have other shapes, or are of some layers only. The weights of this decoder are not loaded.
     whole = decoder if ranks is None else Decoder(spec, ops=decoder.ops, dtype=decoder.dtype, device=decoder.device)
     return module_shapes(whole.weights.slots, weight_map, _row_counter(checkpoint))

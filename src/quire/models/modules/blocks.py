@@ -102,17 +102,7 @@ def _stored_heads(attention: spec.Attention, qkv: WeightSlots, gate: WeightSlots
 
 
 class AttentionBlock:
-    """Grouped-query attention through the paged cache.
-
-    Args:
-        attention: heads and what is done to them.
-        width: E.
-        layer_idx: the layer's place in its cache group.
-        addition: addition of the result to the residual.
-
-    Attributes:
-        slots: "qkv", "output" and, where there are such, "sinks", and of norms of heads "q_norm" and "k_norm".
-    """
+    """Grouped-query attention through the paged cache."""
 
     def __init__(
         self,
@@ -164,13 +154,7 @@ class AttentionBlock:
     def __call__(
         self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
     ) -> Tensor:
-        """Add to `residual` what each row of `x` gathers from its sequence; its keys and values are stored.
-
-        Args:
-            x: [T, E].
-            residual: [T, E]; [R, E] where rows are picked.
-            inputs: inputs of the step.
-        """
+        """Add to `residual` what each row of `x` gathers from its sequence; its keys and values are stored."""
         rotation, step, query_scales = inputs
         q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
         if picked is not None:
@@ -187,18 +171,7 @@ class AttentionBlock:
 
 
 class SharedAttentionBlock:
-    """Grouped-query attention over the keys and values that an earlier layer has stored.
-
-    Args:
-        attention: heads and what is done to them.
-        width: E.
-        layer_idx: that layer's place in its cache group.
-        addition: addition of the result to the residual.
-
-    Attributes:
-        packed: None, since fused layers do not take it.
-        slots: "q", "output" and, where heads are normed, "q_norm".
-    """
+    """Grouped-query attention over the keys and values that an earlier layer has stored."""
 
     packed = None
 
@@ -247,11 +220,7 @@ def _score_scale(attention: spec.Attention) -> float:
 
 
 class LearnedScale:
-    """Multiplication by one learned number.
-
-    Attributes:
-        slots: "weight".
-    """
+    """Multiplication by one learned number."""
 
     __slots__ = ("_scale", "slots")
 
@@ -268,16 +237,7 @@ class LearnedScale:
 
 
 class GatedMLPBlock:
-    """A gated two-layer perceptron.
-
-    Args:
-        mlp: its width, activation and scale.
-        width: E.
-        addition: addition of the result to the residual.
-
-    Attributes:
-        slots: "gate_up" and "down".
-    """
+    """A gated two-layer perceptron."""
 
     def __init__(self, mlp: spec.GatedMLP, width: int, addition: ResidualAdd, ops: Ops) -> None:
         # Where the gate is scaled, that comes between the product and the gate.

@@ -12,9 +12,6 @@ def check_deterministic(spec: ModelSpec) -> None:
 
     Chunks of a recurrence are summed differently than single rows; stock operators on vectors compute sigmoids of what
     is left over, and scaled sums, with another rounding.
-
-    Raises:
-        ConfigError: naming the part.
     """
     found = next((part for layer in spec.layers for part in hindrances(layer)), None)
     if spec.per_layer_inputs is not None:

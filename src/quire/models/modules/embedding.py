@@ -18,18 +18,7 @@ from quire.ops.interface.quantized_weight import StoredWeight
 
 
 class TokenEmbedding:
-    """A matrix whose rows are looked up; of a tied head, the weight of its product too.
-
-    Args:
-        spec: specification of the model.
-        head: head, whose weight is filled here where it is tied.
-        ops: kernels.
-        num_rows: number of rows that are here; None for those of all tokens.
-
-    Attributes:
-        look_up: function from token ids [T] to rows [T, E]; it is there once the slot is filled.
-        slot: slot of the matrix.
-    """
+    """A matrix whose rows are looked up; of a tied head, the weight of its product too."""
 
     look_up: Callable[[Tensor], Tensor]
 
@@ -57,13 +46,7 @@ class TokenEmbedding:
 
 
 class RowsOfRanks:
-    """A look-up in a matrix whose rows are divided among ranks.
-
-    Args:
-        look_up: function from indices [T] of this rank's rows to rows [T, E].
-        vocab_size: number of rows of all ranks.
-        ranks: the ranks.
-    """
+    """A look-up in a matrix whose rows are divided among ranks."""
 
     def __init__(self, look_up: Callable[[Tensor], Tensor], vocab_size: int, ranks: RankGroup) -> None:
         self._look_up, self._ranks = look_up, ranks

@@ -27,18 +27,6 @@ class ExpertsBlock:
 
     Rows are brought together by expert: an expert that any row goes through costs two products, the others none. Where
     experts are divided among ranks, each rank chooses among all, and computes its own.
-
-    Args:
-        experts: their number and widths, and how they are chosen and scored.
-        width: E.
-        addition: addition of the result to the residual.
-        new_norm: function that makes the norm of a specification.
-
-    Attributes:
-        fused: the block as one call of the backend, which `fuse` sets; None for the operations one by one.
-        fused_adapted: the same for steps with adapters, which `fuse_adapted` sets.
-        slots: "router", "gate_up", "down" and, where there are such, "router_norm", "choice_bias", "expert_scales",
-            "shared.gate_up", "shared.down" and "shared.gate".
     """
 
     def __init__(
@@ -124,13 +112,7 @@ class ExpertsBlock:
         return self._addition(self.mix(x), residual)
 
     def mix(self, x: Tensor, start: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
-        """Add what the experts of each row make of it.
-
-        Args:
-            x: [T, E].
-            start: [T, E] to add to, as it is; None for nothing.
-            routed: [T, E] that the router sees; None for `x`.
-        """
+        """Add what the experts of each row make of it."""
         experts, routed = self._experts, x if routed is None else routed
         if self._router_norm is not None:
             routed = self._router_norm(routed)
@@ -187,16 +169,7 @@ class ExpertsBlock:
 
 
 class MLPBesideExpertsBlock:
-    """A gated MLP and experts side by side, with a norm after each.
-
-    Args:
-        ffn: both, and their norms.
-        width, addition, ops, new_norm: see `ExpertsBlock`.
-
-    Attributes:
-        packed: None, since fused layers do not take it.
-        slots: "mlp", "mlp_norm", "experts_input_norm", "experts", "experts_norm" and, with a norm of the sum, "norm".
-    """
+    """A gated MLP and experts side by side, with a norm after each."""
 
     packed = None
 
@@ -246,17 +219,7 @@ def make_ffn(
 
 
 class ExpertProjections:
-    """A linear layer of each expert, packed as soon as the weight of all is there.
-
-    Args:
-        in_width, out_width: widths of each expert.
-        gate, max_group: see `Ops.pack_linear`.
-
-    Attributes:
-        adapters: adapters of the layers, once they take these.
-        runs: the packed layers, one for each expert that this rank computes.
-        slots: "bias", if there is one, which is filled before "weight".
-    """
+    """A linear layer of each expert, packed as soon as the weight of all is there."""
 
     __slots__ = ("_biases", "_bounds", "_is_transposed", "_order", "_pack", "_shape", "adapters", "runs", "slots")
 
@@ -332,12 +295,7 @@ class ExpertProjections:
 def choose(
     logits: Tensor, experts: spec.Experts, choice_bias: Tensor | None = None, expert_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the experts of each row and their scores, [T, C] of int64 and of float32.
-
-    Args:
-        logits: [T, X]; the scores grow with them, so the highest are chosen before anything is rounded again.
-        choice_bias, expert_scales: [X] of float32, as `experts` has them.
-    """
+    """Return the experts of each row and their scores, [T, C] of int64 and of float32."""
     logits = logits.float()
     if experts.logit_scale != 1.0:
         logits *= experts.logit_scale

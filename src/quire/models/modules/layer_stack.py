@@ -23,20 +23,7 @@ from quire.ops.interface.shared_ranks import SharedMemoryRanks
 
 
 class LayerStack:
-    """The layers of a decoder with their weights, and the inputs that a step gives to their mixers.
-
-    Args:
-        spec: specification of the model.
-        new_norm: function that makes a norm of hidden states.
-        ops: kernels.
-        dtype: dtype of the model.
-        device: device of the weights.
-        ranks: ranks whose outputs of each half are summed; None for one process.
-
-    Attributes:
-        slots: slots of the weights.
-        rotations: rotations that a step needs, by rotation and head dim.
-    """
+    """The layers of a decoder with their weights, and the inputs that a step gives to their mixers."""
 
     def __init__(
         self,
@@ -101,18 +88,7 @@ class LayerStack:
         per_layer: Tensor | None = None,
         output_rows: OutputRows | None = None,
     ) -> Tensor:
-        """Run the layers; keys, values and states are stored.
-
-        Args:
-            x: [T, E].
-            positions: [T] of int64.
-            rotations: `rotations` at these positions.
-            groups, storages, output_rows: see `Decoder`.
-            per_layer: inputs of the layers' own, [T, L, P]; None for a model without.
-
-        Returns:
-            [T, E]; where `output_rows` are given, [R, E].
-        """
+        """Run the layers; keys, values and states are stored."""
         scales = {temperature: query_scales(temperature, positions) for temperature in self._temperatures}
         steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
         inputs = [make_input(kind, steps, rotations, scales) for kind in self._inputs]

@@ -82,18 +82,7 @@ def make_layer(
     device: torch.device,
     ranks: RankGroup | None = None,
 ) -> tuple[Layer, WeightSlots]:
-    """Make a layer without weights, and the slots for these.
-
-    Args:
-        spec: specification of the model.
-        idx: index of the layer.
-        inputs: kinds of inputs that a step has.
-        new_norm: function that makes a norm of hidden states.
-        ops: kernels.
-        dtype: dtype of the model.
-        device: device of the weights.
-        ranks: ranks whose outputs of each half are summed; None for one.
-    """
+    """Make a layer without weights, and the slots for these."""
     layer, cache_positions = spec.layers[idx], spec.cache_positions[idx]
     additions = [
         ResidualAdd(None if layer.post_norm is None else new_norm(layer.post_norm), scale, ranks)
@@ -152,14 +141,7 @@ def packed_layers(
     inputs: Sequence[InputKind],
     rotations: Sequence[tuple[Rope | None, int]],
 ) -> list[PackedLayer] | None:
-    """Return layers as fused layers take them; None where one has other parts or does more.
-
-    Args:
-        spec: specification of the model.
-        layers: layers with their weights.
-        inputs: kinds of inputs that a step has.
-        rotations: rotations that a step has, with their head dims.
-    """
+    """Return layers as fused layers take them; None where one has other parts or does more."""
     packed = []
     for layer, ((group_idx, layer_idx), *_) in zip(layers, spec.cache_positions, strict=True):
         mixer_norm, ((block, input_idx), *others), ffn_norm, ffn_block, gate, scale = layer

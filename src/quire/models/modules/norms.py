@@ -12,11 +12,7 @@ from quire.ops.interface.ops import Ops
 
 
 class Norm:
-    """Root mean square norm with a learned scale.
-
-    Attributes:
-        slots: "weight".
-    """
+    """Root mean square norm with a learned scale."""
 
     __slots__ = ("_eps", "_rms_norm", "_scale", "slots")
 

@@ -21,15 +21,7 @@ SUM_SLICES: Final = 4
 
 
 class Projection:
-    """A linear layer, packed as soon as its parts are there.
-
-    Args:
-        options: see `Ops.pack_linear`.
-
-    Attributes:
-        run: the packed layer.
-        slots: "weight" and, if there is one, "bias".
-    """
+    """A linear layer, packed as soon as its parts are there."""
 
     __slots__ = ("_pack", "_parts", "run", "slots")
 
@@ -88,14 +80,7 @@ class ResidualAdd(NamedTuple):
 
 
 class ResidualProjection:
-    """The last projection of a mixer or an FFN, what is done to its result, and the residual.
-
-    Args:
-        options: see `Ops.pack_linear`.
-
-    Attributes:
-        slots: those of the projection and, with a norm, "norm".
-    """
+    """The last projection of a mixer or an FFN, what is done to its result, and the residual."""
 
     __slots__ = ("_addition", "_is_plain", "_projection", "slots")
 

@@ -18,11 +18,6 @@ from quire.ops.interface.recurrent_weights import GatedDeltaNetWeights, Mamba2We
 class Convolution:
     """The weights of a short convolution over a sequence, each channel by itself.
 
-    Args:
-        num_channels: C.
-        kernel: k.
-        scales: factors of the inputs, [C] of float32 or one for all; the taps include them, so that nothing is rounded.
-
     Attributes:
         taps: [k, C] of float32.
         bias: [C] of float32, or None.
@@ -44,17 +39,7 @@ class Convolution:
 
 
 class ShortConvBlock:
-    """Gated short convolution over paged states.
-
-    Args:
-        conv: its channels and kernel.
-        width: E.
-        layer_idx: the layer's place in its cache group.
-        addition: addition of the result to the residual.
-
-    Attributes:
-        slots: "input" (b, c and x), "conv" and "output".
-    """
+    """Gated short convolution over paged states."""
 
     def __init__(
         self, conv: spec.ShortConv, width: int, layer_idx: int, addition: ResidualAdd, ops: Ops, device: torch.device
@@ -85,16 +70,6 @@ class Mamba2Block:
                         |     conv, silu -> ssm_scan <-'
                         '--------------------> gate, norm -> output
     ```
-
-    Args:
-        mamba: heads, groups, and what is done to them.
-        width: E.
-        layer_idx: the layer's place in its cache group.
-        addition: addition of the result to the residual.
-
-    Attributes:
-        packed: None, since fused layers do not take it.
-        slots: "input", "conv", "A_log", "dt_bias", "D", "output" and, if there is one, "norm".
     """
 
     packed = None
@@ -136,15 +111,6 @@ class GatedDeltaNetBlock:
                      conv, silu -> gated_delta_rule <-'------'
                                       '-> norm --> gate -> output
     ```
-
-    Args:
-        net: heads, and what is done to them.
-        width: E.
-        layer_idx: the layer's place in its cache group.
-        addition: addition of the result to the residual.
-
-    Attributes:
-        slots: "input", "conv", "A_log", "dt_bias", "norm" and "output".
     """
 
     def __init__(

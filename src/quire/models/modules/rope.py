@@ -15,11 +15,6 @@ class RotaryEmbedding:
 
     They are computed from the positions of each step, once for all layers: for a step's few rows this is as cheap
     as a gather from a table, and a table for 128k positions would take 64 MiB.
-
-    Args:
-        rope: the rotation; None for angles of 0, which leave everything as it is.
-        head_dim: D.
-        dtype: dtype of the model; angles are always float32.
     """
 
     def __init__(self, rope: Rope | None, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -33,11 +28,7 @@ class RotaryEmbedding:
         self._half = head_dim // 2
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """Return cosines and sines.
-
-        Args:
-            positions: [T] of int64.
-        """
+        """Return cosines and sines."""
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         sin[..., : self._half].neg_()
@@ -45,10 +36,6 @@ class RotaryEmbedding:
 
 
 def query_scales(temperature: Temperature, positions: Tensor) -> Tensor:
-    """Return what the queries of a step's rows are multiplied by, [T, 1, 1] of float32.
-
-    Args:
-        positions: [T] of int64.
-    """
+    """Return what the queries of a step's rows are multiplied by, [T, 1, 1] of float32."""
     intervals = ((positions.to(torch.float32) + 1.0) / temperature.interval).floor_()
     return intervals.log1p_().mul_(temperature.weight).add_(1.0).view(-1, 1, 1)

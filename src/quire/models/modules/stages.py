@@ -37,16 +37,7 @@ class StagePart(NamedTuple):
 
 
 def part_of(spec: ModelSpec, weight_map: WeightMap, group: PipelineGroup) -> StagePart:
-    """Return what this rank has of a model.
-
-    Args:
-        spec: specification of the whole model.
-        weight_map: weight map of the whole model.
-        group: ranks of the stages.
-
-    Raises:
-        ConfigError: the model cannot be divided so.
-    """
+    """Return what this rank has of a model."""
     stages, share = divide(spec, group.grid.num_stages), share_of(group.tensor)
     stage, shares = stages[group.stage], None if group.tensor is None else splits_of(spec, share)
     own_spec = stage_spec(shard_spec(spec, share), stages, stage.idx)

@@ -70,14 +70,7 @@ def nested(**parts: WeightSlots) -> WeightSlots:
 
 
 class WeightTable:
-    """The weights of a model, by name, and which of them are not loaded yet.
-
-    Args:
-        slots: slot of each weight, in the order in which a checkpoint usually stores them.
-        dtype: dtype of weights whose slot names none.
-        device: device that tensors are moved to.
-        on_complete: function that is called when the last weight is loaded.
-    """
+    """The weights of a model, by name, and which of them are not loaded yet."""
 
     def __init__(
         self, slots: WeightSlots, dtype: torch.dtype, device: torch.device, on_complete: Callable[[], object]
@@ -100,16 +93,7 @@ class WeightTable:
         return self.slots[name].dtype or self._dtype
 
     def load(self, name: str, tensor: Tensor | StoredWeight) -> None:
-        """Take one weight.
-
-        Args:
-            name: one of `shapes()`.
-            tensor: tensor of that shape and of the dtype of `dtype`; it is read before this returns, and not retained.
-                One that is stored quantised is dequantised where no linear layer takes it.
-
-        Raises:
-            CheckpointError: another name, shape or dtype, or a weight that was loaded before.
-        """
+        """Take one weight."""
         slot = self.slots.get(name)
         if slot is None:
             raise CheckpointError(f"the model has no weight {name!r}")

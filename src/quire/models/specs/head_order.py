@@ -20,9 +20,6 @@ def turning_order(rope: Rope | None, head_dim: int) -> Tensor | None:
     ```
 
     Where neighbours turn against each other, half 0 is every second value of the part, half 1 those between.
-
-    Returns:
-        [D] of int64.
     """
     if rope is None or (rope.num_turned is None and not rope.interleaved):
         return None

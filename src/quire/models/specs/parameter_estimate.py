@@ -99,11 +99,7 @@ class ParameterCounts(NamedTuple):
         return self.tables + (0 if self.is_tied else self.head) + self.projections
 
     def num_bytes(self, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False) -> int:
-        """Return the bytes of the weights; a quantised head is stored separately from the embedding table.
-
-        Args:
-            is_mxfp4: the experts are stored in MXFP4, and are kept so.
-        """
+        """Return the bytes of the weights; a quantised head is stored separately from the embedding table."""
         if is_mxfp4:
             others = self._replace(projections=self.projections - self.experts, experts=0)
             return others.num_bytes(element_bytes, quantization) + int(self.experts * MXFP4_BYTES)
@@ -159,14 +155,7 @@ def weight_bytes(
 def triton_bytes(
     spec: ModelSpec, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False
 ) -> int:
-    """Return the bytes of a model's weights with Triton's kernels, which lay rounded ones out in their own way.
-
-    Args:
-        spec: specification of the model.
-        element_bytes: bytes of an element of the weights' dtype.
-        quantization: rounding of the weights of linear layers; a rounded head is there beside a tied table.
-        is_mxfp4: see `ParameterCounts.num_bytes`.
-    """
+    """Return the bytes of a model's weights with Triton's kernels, which lay rounded ones out in their own way."""
     if quantization is None:
         return estimate_parameters(spec).num_bytes(element_bytes, None, is_mxfp4=is_mxfp4)
     tables = _embedding_size(spec) + _per_layer_table_size(spec)

@@ -101,11 +101,7 @@ class Split(NamedTuple):
         return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
 
     def cut(self, parts: Sequence[Tensor | LayerWeight], name: str) -> list[Tensor | LayerWeight]:
-        """Return the rank's part of a weight, given what is stored of it, in parts along dimension 0; views of it.
-
-        Raises:
-            ConfigError: a weight that is stored quantised cannot be cut there.
-        """
+        """Return the rank's part of a weight, given what is stored of it, in parts along dimension 0; views of it."""
         if self.then is not None:
             return self.then.cut(self._replace(then=None).cut(parts, name), name)
         if self.dim is None:
@@ -362,13 +358,7 @@ class _Cut:
     def _with_groups(
         self, before: Sequence[int], num_groups: int, widths: Sequence[int], after: Sequence[int] = ()
     ) -> Split:
-        """Split rows of which some sections are of groups of heads: fewer groups than ranks are on several ranks.
-
-        Args:
-            before, after: lengths of the sections before and after those of groups.
-            num_groups: number of groups.
-            widths: rows of a group in each of their sections.
-        """
+        """Split rows of which some sections are of groups of heads: fewer groups than ranks are on several ranks."""
         rank, size, _ = self._share
         ranges, start = list(self._rows(before).ranges), sum(before)
         for width in widths:

@@ -48,12 +48,7 @@ class Stage(NamedTuple):
         return self.idx == self.size - 1
 
     def has(self, name: str, *, is_tied: bool) -> bool:
-        """Return whether the stage has a weight that is no layer's.
-
-        Args:
-            name: the decoder's name of the weight.
-            is_tied: whether the head is the embedding.
-        """
+        """Return whether the stage has a weight that is no layer's."""
         if name == "embedding.weight":
             return self.is_first or (self.is_last and is_tied)
         return self.is_last or not name.startswith(("norm.", "head."))
@@ -136,13 +131,7 @@ def _places_to_cut(layers: tuple[LayerSpec, ...]) -> list[int]:
 
 
 def stage_spec(spec: ModelSpec, stages: tuple[Stage, ...], idx: int) -> StageSpec:
-    """Return the model that a stage computes; vocabulary and width are those of the whole.
-
-    Args:
-        spec: specification of the whole model, or of a tensor parallel rank's part of it.
-        stages: its stages.
-        idx: number of the stage.
-    """
+    """Return the model that a stage computes; vocabulary and width are those of the whole."""
     stage = stages[idx]
     given = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
     parts = [replace(spec, layers=_moved(spec.layers[each.first : each.end], each.first)) for each in stages]
@@ -175,12 +164,6 @@ def stage_weights(
     """Return the weight map of a stage, in which layers have their numbers in it, and the parts that it reads.
 
     Weights of other stages are in it under `ELSEWHERE`, since the checkpoint has them.
-
-    Args:
-        spec: specification of the whole model.
-        stage: the stage.
-        weight_map: weight map of the whole model.
-        shares: parts of weights of the whole model that this one of several ranks of the stage reads; None for one.
     """
     renamed = renamer(stage)
     splits = {renamed(name): split for name, split in (shares or {}).items()}

@@ -32,15 +32,6 @@ METHODS: Mapping[str, Callable[[HFConfig, Mapping[str, StoredTensor]], StoredQua
 
 
 def read_quantization(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> StoredQuantization | None:
-    """Read how a checkpoint's weights are quantised; None where all are plain.
-
-    Args:
-        config: `config.json`.
-        stored: headers of the checkpoint's tensors.
-
-    Raises:
-        UnsupportedModel: the method is not served; the message names it.
-        CheckpointError: a field is missing or wrong.
-    """
+    """Read how a checkpoint's weights are quantised; None where all are plain."""
     found = read_quantization_config(config)
     return None if found is None else METHODS[found.method](found.fields, stored)

@@ -33,12 +33,7 @@ PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AWQ:
-    """The layers of a checkpoint in this method.
-
-    Args:
-        config: its `quantization_config`.
-        stored: headers of the checkpoint's tensors.
-    """
+    """The layers of a checkpoint in this method."""
 
     def __init__(self, config: HFConfig, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored

@@ -80,12 +80,7 @@ class GroupScheme(NamedTuple):
 
 
 class CompressedTensors:
-    """The layers of a checkpoint in this method.
-
-    Args:
-        config: its `quantization_config`.
-        stored: headers of the checkpoint's tensors.
-    """
+    """The layers of a checkpoint in this method."""
 
     def __init__(self, config: HFConfig, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored

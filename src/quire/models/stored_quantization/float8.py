@@ -36,12 +36,7 @@ MAX_BLOCK: Final = 1 << 20
 
 
 class FP8:
-    """The layers of a checkpoint in this method.
-
-    Args:
-        config: its `quantization_config`.
-        stored: headers of the checkpoint's tensors.
-    """
+    """The layers of a checkpoint in this method."""
 
     def __init__(self, config: HFConfig, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored
@@ -92,15 +87,7 @@ def read_block(config: HFConfig, name: str) -> tuple[int, int]:
 
 
 def read_float8(tensors: LayerTensors, codes: str, scales: str, block: tuple[int, int], scheme: str) -> LayerWeight:
-    """Return a weight of e4m3 codes.
-
-    Args:
-        tensors: tensors of the layer.
-        codes: suffix of the codes, [N, K], of stacked experts "" for [E, N, K].
-        scales: suffix of the scales: one for each block, the last of which may be smaller.
-        block: numbers of outputs and inputs of a block.
-        scheme: name of the scheme, for errors.
-    """
+    """Return a weight of e4m3 codes."""
     shape = tensors.header(codes, FLOAT8, 2 if codes else 3).shape
     num_outputs, num_inputs = shape[-2:]
     block = max(1, min(block[0], num_outputs)), max(1, min(block[1], num_inputs))

@@ -19,12 +19,7 @@ from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight
 
 
 class MXFP4:
-    """The layers of a checkpoint in this method; what has no blocks is plain.
-
-    Args:
-        config: its `quantization_config`.
-        stored: headers of the checkpoint's tensors.
-    """
+    """The layers of a checkpoint in this method; what has no blocks is plain."""
 
     def __init__(self, config: HFConfig, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored

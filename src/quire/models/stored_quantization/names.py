@@ -11,11 +11,7 @@ from quire.platform.bounded.patterns import match_names
 
 
 def match_layers(patterns: Iterable[str], stored: Mapping[str, StoredTensor]) -> dict[str, frozenset[str]]:
-    """Return the quantised layers whose names regular expressions match at their start, by expression.
-
-    Raises:
-        CheckpointError: an expression is invalid, or takes too long.
-    """
+    """Return the quantised layers whose names regular expressions match at their start, by expression."""
     names = {name.rpartition(".")[0] for name, tensor in stored.items() if tensor.dtype not in PLAIN}
     try:
         return match_names(patterns, sorted(names))

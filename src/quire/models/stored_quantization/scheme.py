@@ -58,13 +58,7 @@ class StoredQuantization(Protocol):
 
 
 class LayerTensors:
-    """The stored tensors of one layer, whose shapes and dtypes are checked before they are used.
-
-    Args:
-        layer: name of the layer.
-        stored: headers of the checkpoint's tensors.
-        tensor: function that returns a stored tensor by its name.
-    """
+    """The stored tensors of one layer, whose shapes and dtypes are checked before they are used."""
 
     def __init__(self, layer: str, stored: Mapping[str, StoredTensor], tensor: TensorSource) -> None:
         self.layer = layer
@@ -102,13 +96,7 @@ class LayerTensors:
         raise CheckpointError(f"tensor {shown(self.layer + suffix)} {reason}")
 
     def group(self, group_size: int, num_inputs: int, scheme: str) -> Literal[16, 32]:
-        """Return the group of the form: it divides the stored group and the number of inputs.
-
-        Args:
-            group_size: number of inputs of a stored group, at least the number of inputs for a single one.
-            num_inputs: number of inputs.
-            scheme: name of the scheme, for the error.
-        """
+        """Return the group of the form: it divides the stored group and the number of inputs."""
         size = min(group_size, num_inputs)
         if not num_inputs or size % 16 or num_inputs % 16:
             reason = f"it has {num_inputs} inputs in groups of {size}, and both must be multiples of 16"

@@ -29,15 +29,7 @@ def _halved_scales() -> Tensor:
 
 
 def unpack_rows(packed: Tensor, bits: int) -> Tensor:
-    """Return the codes of rows that are packed along the inputs, the first input in the lowest bits.
-
-    Args:
-        packed: int32 or uint8 [M, W], contiguous.
-        bits: number of bits of a code, 4 or 8.
-
-    Returns:
-        uint8 [M, W * (bits of a word) / bits].
-    """
+    """Return the codes of rows that are packed along the inputs, the first input in the lowest bits."""
     octets = packed.view(torch.uint8)
     if bits == 8:
         return octets
@@ -45,17 +37,7 @@ def unpack_rows(packed: Tensor, bits: int) -> Tensor:
 
 
 def unpack_columns(words: Tensor, bits: int, columns: Tensor, order: Tensor | None = None) -> Tensor:
-    """Return some columns of codes that are packed along the columns.
-
-    Args:
-        words: int32 [R, W], contiguous.
-        bits: number of bits of a code, 4 or 8.
-        columns: int64 [M], indices of the columns.
-        order: int64 [32 / bits], place in its word of each of consecutive columns; None for 0, 1, 2, ...
-
-    Returns:
-        uint8 [M, R]: transposed.
-    """
+    """Return some columns of codes that are packed along the columns."""
     per_word = 32 // bits
     places = columns % per_word
     if order is not None:
@@ -83,11 +65,7 @@ def repeat_groups(groups: Tensor, group_size: int, num_inputs: int, form: Weight
 
 
 def check_scales(layer: str, scales: Tensor) -> Tensor:
-    """Return scales, all of which are finite numbers.
-
-    Raises:
-        CheckpointError: one is not.
-    """
+    """Return scales, all of which are finite numbers."""
     if not bool(scales.isfinite().all()):
         raise CheckpointError(f"layer {shown(layer)} has scales that are infinite or no numbers")
     return scales
@@ -99,16 +77,7 @@ def mx_scales(layer: str, exponents: Tensor) -> Tensor:
 
 
 def sort_inputs(layer: str, groups: Tensor, group_size: int) -> Tensor | None:
-    """Return the order of inputs in which those of a group are adjacent, int64 [K]; None where they are already.
-
-    Args:
-        layer: name of the layer, for the error.
-        groups: int32 [K], group of each input.
-        group_size: number of inputs of a group; the last one may have fewer.
-
-    Raises:
-        CheckpointError: a group has another number of inputs.
-    """
+    """Return the order of inputs in which those of a group are adjacent, int64 [K]; None where they are already."""
     in_order = torch.arange(len(groups)) // group_size
     if torch.equal(groups.long(), in_order):
         return None

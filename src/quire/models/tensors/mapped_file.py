@@ -12,14 +12,7 @@ from quire.models.tensors.stored_tensor import StoredTensor
 
 
 class MappedFile:
-    """The tensors of one file, whose bytes are read when they are looked at.
-
-    Args:
-        stored: any tensor of the file, whose header was checked.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """The tensors of one file, whose bytes are read when they are looked at."""
 
     def __init__(self, stored: StoredTensor) -> None:
         with stored.path.open("rb") as file:

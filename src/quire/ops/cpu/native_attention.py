@@ -20,18 +20,7 @@ def reads_cache(kv: PagedKV) -> bool:
 
 
 class AttentionPlan:
-    """The jobs of a step's attention, for all layers with the same number of query heads per KV head.
-
-    Args:
-        rows: pointer to the step's `StepRows`.
-        cache: pointer to its `Cache`.
-        group: number of query heads per KV head.
-        batch: batch of the step.
-        deterministic: see `NativeOps`.
-
-    Attributes:
-        handle: pointer for `NativeLibrary.attend`.
-    """
+    """The jobs of a step's attention, for all layers with the same number of query heads per KV head."""
 
     __slots__ = ("_free", "_tokens_read", "handle")
 
@@ -55,9 +44,6 @@ class NativeStepAttention:
     """Attention of one step over one cache group, read directly through its block tables.
 
     A shared prefix is read once for as many rows as fit into a job, however the block tables branch.
-
-    Attributes:
-        batch: batch of the step.
     """
 
     def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV, deterministic: bool = False) -> None:

@@ -17,12 +17,7 @@ from quire.ops.interface.fused_layers import RoutedExperts
 
 
 class NativeExperts:
-    """The experts of a layer whose matmuls are all native kernels.
-
-    Args:
-        library: library with the kernels.
-        experts: experts whose linear layers are `NativeLinear`, with or without adapters.
-    """
+    """The experts of a layer whose matmuls are all native kernels."""
 
     def __init__(self, library: NativeLibrary, experts: RoutedExperts) -> None:
         self._run = library.experts

@@ -29,15 +29,7 @@ ALIGNMENT: Final = 32
 
 
 class NativeLayers:
-    """The layers of a model, all of whose parts are native kernels.
-
-    Args:
-        library: library with the kernels.
-        layers: layers whose projections are `NativeLinear`; attention layers of a cache group have equally many heads.
-        ops: backend that runs layers one by one.
-        deterministic: see `NativeOps`.
-        ranks: ranks among which the output of each half of a layer is all-reduced; None without tensor parallelism.
-    """
+    """The layers of a model, all of whose parts are native kernels."""
 
     def __init__(
         self,
@@ -101,13 +93,7 @@ class NativeLayers:
 
 
 class NativeNormedLinear:
-    """A norm and a linear layer in one call: the final norm and the output head of a model.
-
-    Args:
-        library: library of the kernels.
-        norm: norm of hidden states.
-        linear: linear layer.
-    """
+    """A norm and a linear layer in one call: the final norm and the output head of a model."""
 
     def __init__(self, library: NativeLibrary, norm: RowNorm, linear: NativeLinear) -> None:
         self._run, self._num_outputs = library.normed_linear, linear.num_outputs

@@ -27,11 +27,6 @@ class NativeLinear:
         weight: [out, in], of the dtype of the activations; a stored quantised weight for `QuantizedKernels`.
         bias: [out], of the dtype of the activations.
         gate, num_slices: see `Ops.pack_linear`.
-
-    Attributes:
-        num_bytes: number of bytes of the packed weight.
-        num_outputs: number of columns of the result.
-        rounds_inputs: see `RoundsInputs`; False with a bias, which has one dtype.
     """
 
     __slots__ = (
@@ -87,11 +82,7 @@ class ExactNativeLinear(NativeLinear):
     __slots__ = ()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the weight: ids [T] to [T, in].
-
-        Raises:
-            IndexError: an id is out of range.
-        """
+        """Look up rows of the weight: ids [T] to [T, in]."""
         num_columns, width = self._weight[-2:]
         output, ids = torch.empty(len(ids), width, dtype=self._dtype), ids.contiguous()
         assert not isinstance(self._kernels, RoundedKernels)

@@ -34,12 +34,7 @@ class PackedLora(NamedTuple):
 
 
 class NativeLoraLayer:
-    """The adapters of one linear layer.
-
-    Args:
-        library: library with the kernels.
-        num_columns: number of outputs of the layer.
-    """
+    """The adapters of one linear layer."""
 
     def __init__(self, library: NativeLibrary, num_columns: int) -> None:
         self._run, self._library = library.lora, library
@@ -90,12 +85,7 @@ class NativeLoraLayer:
         self._table[0], self._table[1] = self._weights.buffer_info()
 
     def as_call(self, linear: LinearCall, step: StepAdapters) -> LinearCall:
-        """Return a linear layer's structure with these adapters for fused layers; it is valid as long as both live.
-
-        Args:
-            linear: the layer without adapters.
-            step: adapters of the rows of the current step.
-        """
+        """Return a linear layer's structure with these adapters for fused layers; it is valid as long as both live."""
         if self._fused is None:  # several calls may contain the layer
             addresses = (self.table, step.call.buffer_info()[0])
             self._fused = array("q", (*array("q", bytes(linear)), *addresses))  # `AdaptedLinear` in lora.h

@@ -41,16 +41,7 @@ from quire.ops.pytorch.torch_fallback import TorchFallback
 
 
 class NativeOps(TorchFallback):
-    """Native kernels; embedding look-ups, recurrences over many rows, and some matmuls are left to torch.
-
-    Args:
-        library: library that this processor supports.
-        quantization: quantisation of linear layers while they are loaded.
-        is_lossless: whether plain bfloat16 weights are compressed losslessly to three quarters of their bytes, if the
-            library has kernels for that.
-        deterministic: whether the backend is batch-invariant. Linear layers, norms and gates always are; attention
-            then takes the path for many rows for all rows, and only shares whole parts of contexts.
-    """
+    """Native kernels; embedding look-ups, recurrences over many rows, and some matmuls are left to torch."""
 
     def __init__(
         self,
@@ -87,12 +78,7 @@ class NativeOps(TorchFallback):
         num_slices: int = 1,
         max_group: int = 32,
     ) -> Linear:
-        """Quantise a weight, or pack it for the native kernels if they are faster, else for oneDNN.
-
-        Raises:
-            ConfigError: the backend is to be batch-invariant, and the layer would need oneDNN, whose order of summation
-                depends on the number of rows.
-        """
+        """Quantise a weight, or pack it for the native kernels if they are faster, else for oneDNN."""
         if isinstance(weight, StoredWeight):
             pack_plain = partial(self.pack_linear, min_bits=min_bits, num_slices=num_slices, max_group=max_group)
             return self._pack_stored(weight, bias, pack_plain, gate, num_slices)

@@ -70,12 +70,7 @@ class QuantizedKernels(NamedTuple):
     def pack_weight(
         self, memory: WeightMemory, weight: StoredWeight, is_gated: bool, num_slices: int = 1
     ) -> tuple[Tensor, ...]:
-        """Pack a weight without unquantised parts; the weight of a gated layer has one form.
-
-        Returns:
-            A tensor with the fields of `QuantizedWeight` in linear_quantized.cpp, the segments, and the tensors that
-            these point to.
-        """
+        """Pack a weight without unquantised parts; the weight of a gated layer has one form."""
         table, owned = [], []
         for form, group in groupby(weight.quantized, key=lambda part: part.form):
             segment = tuple(group)
@@ -96,12 +91,7 @@ class QuantizedKernels(NamedTuple):
         is_gated: bool,
         num_slices: int = 1,
     ) -> tuple[Tensor, ...]:
-        """Quantise and pack a contiguous plain weight; see `pack_weight`.
-
-        Args:
-            type_id: the libraries' number of the weight's dtype.
-            form: form with scales in bfloat16 and an offset that makes the lowest level 0.
-        """
+        """Quantise and pack a contiguous plain weight; see `pack_weight`."""
         number = self.number_of(form)
         panels = memory.take(self.num_bytes(number, *weight.shape))
         is_packed = self.pack_rounded(number, type_id, weight.data_ptr(), *weight.shape, is_gated, panels.data_ptr())

@@ -24,10 +24,6 @@ class NativeStepStates:
 
     A sequence with few rows is computed by a native kernel, one with more by torch, in chunks with matmuls. Only its
     own number of rows decides, so that the other sequences of a step do not change a result.
-
-    Args:
-        library: library with the kernels.
-        ops: backend for the norms of sequences with many rows.
     """
 
     def __init__(self, library: NativeLibrary, batch: StateBatch, states: PagedStates, ops: Ops) -> None:

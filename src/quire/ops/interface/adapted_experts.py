@@ -112,14 +112,7 @@ def _groups_of_rows(rows: LoraRows, device: torch.device) -> Tensor:
 
 
 def _adapted_pairs(keys: Tensor, rows: LoraRows, first: int, num_local: int) -> LoraRows | None:
-    """Return the pairs that have an adapter.
-
-    Args:
-        keys: [P], ascending: expert * (number of groups + 1) + index of the group.
-        rows: rows with an adapter.
-        first: first expert that is here.
-        num_local: number of experts that are here.
-    """
+    """Return the pairs that have an adapter."""
     num_groups = len(rows.slots)
     slots, starts, places = array("q"), array("q", [0]), array("q")
     if not len(keys):

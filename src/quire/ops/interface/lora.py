@@ -127,11 +127,7 @@ class LoraLayer(Protocol):
 
 
 class TorchLoraLayer:
-    """The adapters of one linear layer by torch operators.
-
-    Args:
-        num_columns: number of outputs of the layer.
-    """
+    """The adapters of one linear layer by torch operators."""
 
     def __init__(self, num_columns: int) -> None:
         self._num_columns = num_columns

@@ -83,12 +83,7 @@ class AttendsInto(Protocol):
 
 
 class PiecewiseAttention:
-    """Attention of a captured piece: all but `attend` is in the piece; see `StepAttention`.
-
-    Args:
-        inner: attention of `batch`, which norms, rotates and stores.
-        batch: the batch.
-    """
+    """Attention of a captured piece: all but `attend` is in the piece; see `StepAttention`."""
 
     def __init__(self, inner: StepAttention, batch: PiecewiseAttentionBatch) -> None:
         assert batch.seams is not None
@@ -126,11 +121,7 @@ def _attend(
 
 
 class PiecewiseStates:
-    """Recurrence of a captured piece: the pieces are split at each mixer; see `StepStates`.
-
-    Args:
-        batch: the batch.
-    """
+    """Recurrence of a captured piece: the pieces are split at each mixer; see `StepStates`."""
 
     def __init__(self, batch: PiecewiseStateBatch) -> None:
         assert batch.seams is not None

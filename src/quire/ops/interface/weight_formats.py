@@ -21,14 +21,7 @@ SMALLEST: Final = 1e-30
 
 
 def weight_format(quantization: Quantization | None, min_bits: int, max_group: int = 32) -> WeightFormat | None:
-    """Return the format of a weight, or None for an unchanged weight.
-
-    Args:
-        quantization: requested quantisation.
-        min_bits: minimum number of bits that the model states for this weight.
-        max_group: largest group of inputs that it states; without a format of these bits with such groups, the one with
-            the smallest.
-    """
+    """Return the format of a weight, or None for an unchanged weight."""
     if quantization is None:
         return None
     wanted = max(min_bits, FORMS[quantization].bits)

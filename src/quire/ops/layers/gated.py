@@ -10,16 +10,7 @@ from quire.ops.interface.ops import Activation, Linear
 
 
 class GatedLinear:
-    """A gated linear layer in two calls: the linear layer, and the gated activation of the two halves of its output.
-
-    Args:
-        linear: linear layer with outputs [T, 2 F].
-        gate: `Ops.gate` of the backend.
-        activation: activation of the gate.
-
-    Attributes:
-        linear, activation: the arguments of these names.
-    """
+    """A gated linear layer in two calls: the linear layer, and the gated activation of the two halves of its output."""
 
     __slots__ = ("_gate", "activation", "linear")
 

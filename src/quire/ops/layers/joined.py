@@ -13,12 +13,7 @@ from quire.ops.interface.quantized_weight import PlainWeight, QuantizedWeight, S
 
 
 class JoinedLinear:
-    """The outputs of some linear layers, concatenated along columns.
-
-    Args:
-        linears: the layers.
-        num_columns: number of outputs of each layer.
-    """
+    """The outputs of some linear layers, concatenated along columns."""
 
     __slots__ = ("_linears", "_num_columns")
 
@@ -36,11 +31,7 @@ class JoinedLinear:
 def pack_joined(
     pack: Callable[[Tensor | StoredWeight, Tensor | None], Linear], weight: StoredWeight, bias: Tensor | None
 ) -> JoinedLinear:
-    """Pack adjacent quantised parts together, and each unquantised part separately.
-
-    Args:
-        pack: `Ops.pack_linear`.
-    """
+    """Pack adjacent quantised parts together, and each unquantised part separately."""
     weights: list[Tensor | StoredWeight] = []
     for is_plain, parts in groupby(weight.parts, lambda part: isinstance(part, PlainWeight)):
         if is_plain:

@@ -8,12 +8,7 @@ from quire.ops.interface.ops import Linear
 
 
 class ReorderedLinear:
-    """A linear layer whose weight has permuted input columns, as GPTQ sorts them by importance (act-order).
-
-    Args:
-        linear: layer for inputs in the order of the columns.
-        input_order: int64 [K], index of the input that each column multiplies.
-    """
+    """A linear layer whose weight has permuted input columns, as GPTQ sorts them by importance (act-order)."""
 
     __slots__ = ("_input_order", "_linear")
 

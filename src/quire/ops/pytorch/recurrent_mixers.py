@@ -76,12 +76,7 @@ class Recurrence(Protocol):
 
 
 class RecurrentMixers:
-    """The methods of `StepStates` by operators.
-
-    Args:
-        recurrence: operations over the states.
-        ops: backend of the norms.
-    """
+    """The methods of `StepStates` by operators."""
 
     def __init__(self, recurrence: Recurrence, ops: Ops) -> None:
         self._recurrence, self._ops = recurrence, ops

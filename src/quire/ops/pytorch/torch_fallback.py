@@ -12,11 +12,7 @@ from quire.ops.pytorch.torch_ops import TorchOps
 
 
 class TorchFallback:
-    """Base of backends whose other operators are torch's.
-
-    Args:
-        device: device of the tensors.
-    """
+    """Base of backends whose other operators are torch's."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch = TorchOps(device)

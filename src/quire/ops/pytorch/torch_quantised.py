@@ -26,9 +26,6 @@ class TorchQuantisedLinear:
         weight: weight without unquantised parts.
         bias: [out], or None.
         device: device of the weight.
-
-    Attributes:
-        rounds_inputs: True if activations are quantised for all parts.
     """
 
     __slots__ = ("_bias", "_dtype", "_parts", "_width", "rounds_inputs")
@@ -68,11 +65,7 @@ class TorchStoredLinear(TorchQuantisedLinear):
     __slots__ = ()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the weight: ids [T] to [T, in].
-
-        Raises:
-            IndexError: an id is out of range.
-        """
+        """Look up rows of the weight: ids [T] to [T, in]."""
         output = torch.empty(len(ids), self._width, dtype=self._dtype, device=ids.device)
         start, num_found = 0, 0
         for form, part in self._parts:
@@ -95,12 +88,7 @@ def rounded_rows(x: Tensor, group: int) -> Tensor:
 
 
 def round_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantise groups of inputs of float32 [T, K] to int8 by their largest magnitude.
-
-    Returns:
-        Codes, int8 [T, groups, G], and scales, float32 [T, groups]. A group that is not finite becomes zeros with a
-        scale of NaN.
-    """
+    """Quantise groups of inputs of float32 [T, K] to int8 by their largest magnitude."""
     groups = padded_groups(x, group)
     largest = groups.abs().amax(-1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, torch.nan)

@@ -15,11 +15,7 @@ CACHED_BYTES = 2 << 20
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension of [..., D]; the scale is apart, for it comes after the cast to its dtype.
-
-    Args:
-        weight: anything that broadcasts against `x`.
-    """
+    """Normalise the last dimension of [..., D]; the scale is apart, for it comes after the cast to its dtype."""
     return torch.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps).mul_(weight).to(x.dtype)
 
 

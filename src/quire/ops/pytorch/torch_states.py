@@ -108,15 +108,6 @@ def scan_in_chunks(state: Tensor, dtx: Tensor, B: Tensor, C: Tensor, dA: Tensor)
     The output of the chunk's earlier rows is a causal product, like attention without its softmax; that of all rows
     before the chunk comes from the state.
 
-    Args:
-        state: [H, D, N], changed in place.
-        dtx: `dt * x`, [T, H, D].
-        B, C: [T, G, N].
-        dA: `dt * A`, the logarithms of the decays, [T, H].
-
-    Returns:
-        `S @ C` of each row, [T, H, D].
-
     Source: Mamba 2, arXiv 2405.21060, section 6.
     """
     num_heads, head_dim, state_dim = state.shape
@@ -155,15 +146,6 @@ def delta_rule_in_chunks(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tens
     The delta of a row depends on those of the chunk's earlier rows, so the deltas solve a triangular system. Their
     output is a causal product; that of all rows before the chunk comes from the state.
 
-    Args:
-        state: [H, K, V], changed in place.
-        q, k: [H, T, K].
-        v: [H, T, V].
-        g, beta: [T, H].
-
-    Returns:
-        `q @ S` of each row, [H, T, V].
-
     Source: Gated Delta Networks, arXiv 2412.06464, section 3.3; the state is known when a chunk is solved, so no
         second system is solved for it.
     """
@@ -189,9 +171,6 @@ def _decays_within(log_decays: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         log_decays: [rows, H].
-
-    Returns:
-        [H, rows, rows], 0 above the diagonal; [H, rows] and [H, rows].
     """
     # Differences of long sums: float64 keeps those of neighbours exact where far ones are large.
     since_start = log_decays.double().cumsum(0).T

@@ -71,11 +71,7 @@ class WidenedStepAttention:
 
 
 def narrowed(vectors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return vectors [..., D] in the storage format of slots, [..., W].
-
-    Args:
-        dtype: one of `WIDENED`.
-    """
+    """Return vectors [..., D] in the storage format of slots, [..., W]."""
     wide = vectors.float()
     if dtype == torch.float8_e4m3fn:
         most = torch.finfo(dtype).max

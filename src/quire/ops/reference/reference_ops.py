@@ -37,11 +37,7 @@ from quire.ops.reference.reference_states import ReferenceStepStates
 
 
 class ReferenceOps:
-    """The operations as defined; backends are tested against them.
-
-    Args:
-        quantization: rounding of the weights of linear layers.
-    """
+    """The operations as defined; backends are tested against them."""
 
     name = "reference"
 

@@ -19,9 +19,6 @@ class ReferenceQuantisedLinear:
     Args:
         weight: weight without unquantised parts.
         bias: [out], or None.
-
-    Attributes:
-        rounds_inputs: True if activations are quantised for all parts.
     """
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None) -> None:
@@ -68,11 +65,7 @@ class ReferenceStoredLinear(ReferenceQuantisedLinear):
 
 
 def round_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantise each group of inputs of a row [T, K] to -127..127 by its largest magnitude.
-
-    Returns:
-        Codes, int64 [T, groups, G], the last group padded with zeros, and scales, float32 [T, groups].
-    """
+    """Quantise each group of inputs of a row [T, K] to -127..127 by its largest magnitude."""
     num_groups = -(-x.shape[1] // group)
     codes, scales = torch.zeros(len(x), num_groups, group, dtype=torch.int64), torch.zeros(len(x), num_groups)
     for row_idx, row in enumerate(x.float()):

@@ -78,13 +78,7 @@ def place(rows: LoraRows, device: Device) -> AdapterTiles:
 
 
 class TritonLoraLayer:
-    """The adapters of one linear layer: rows of all of them in two launches.
-
-    Args:
-        num_columns: number of outputs of the layer.
-        device: device of the matrices.
-        max_rank: see `Ops.make_lora`.
-    """
+    """The adapters of one linear layer: rows of all of them in two launches."""
 
     def __init__(self, num_columns: int, device: Device, max_rank: int | None = None) -> None:
         self._num_columns, self._device, self._max_rank = num_columns, device, max_rank
@@ -155,12 +149,7 @@ class TritonLoraLayer:
 
 
 class TritonStaticAdapters:
-    """Adapters of decodes, whose rows are in static buffers; see `StaticAdapters`.
-
-    Args:
-        memory: gives the buffers.
-        limits: the largest step.
-    """
+    """Adapters of decodes, whose rows are in static buffers; see `StaticAdapters`."""
 
     def __init__(self, memory: StaticMemory, limits: StaticLimits) -> None:
         most = num_static_tiles(limits.num_rows)

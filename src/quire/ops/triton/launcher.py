@@ -125,12 +125,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
 
 
 def kernel(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Decorate a kernel that the host launches: `triton.jit` if interpreted, else a `Kernel`.
-
-    Args:
-        fn: kernel; None where there are options, as in `@kernel(do_not_specialize=["size"])`.
-        options: options of `triton.jit`.
-    """
+    """Decorate a kernel that the host launches: `triton.jit` if interpreted, else a `Kernel`."""
     if fn is None:
         return partial(kernel, **options)
     return triton.jit(fn, **options) if knobs.runtime.interpret else Kernel(fn, **options)

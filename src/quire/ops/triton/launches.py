@@ -25,18 +25,7 @@ SINGLE_ROWS: Final = 31
 
 
 class Device:
-    """The device of a backend.
-
-    Args:
-        device: a GPU, or the CPU for the interpreter.
-
-    Attributes:
-        capability: compute capability.
-        num_processors: number of streaming multiprocessors.
-        launch_bytes: bytes that one more launch must save; 0 in the interpreter.
-        single_rows: maximum number of rows of a sequence that are scanned row by row, and not in chunks.
-        overlapping: constexprs and options for programmatic dependent launch; see kernels/overlap.py.
-    """
+    """The device of a backend."""
 
     __slots__ = ("capability", "is_gpu", "launch_bytes", "num_processors", "overlapping", "single_rows", "torch_device")
 

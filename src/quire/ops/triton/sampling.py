@@ -25,11 +25,7 @@ STATE: Final = 8
 
 
 class RowPeaks:
-    """The maximum logit of each tile of a step's rows.
-
-    Args:
-        logits: float32 [R, V], contiguous; R at least 1.
-    """
+    """The maximum logit of each tile of a step's rows."""
 
     __slots__ = ("logits", "num_tiles", "peaks", "places", "width")
 

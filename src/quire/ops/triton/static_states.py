@@ -12,12 +12,7 @@ from quire.ops.triton.step_states import ANY_ROWS, TritonStepStates
 
 
 class TritonStaticStates:
-    """Decodes over one cache group of states; see `StaticStates`.
-
-    Args:
-        memory: gives the buffers.
-        limits: the largest step.
-    """
+    """Decodes over one cache group of states; see `StaticStates`."""
 
     def __init__(self, memory: StaticMemory, limits: StaticLimits) -> None:
         num_rows = limits.num_rows
@@ -64,12 +59,7 @@ class TritonStaticStates:
 
 
 class TritonStaticStepStates(TritonStepStates):
-    """Recurrence of decodes over one cache group.
-
-    Args:
-        batch: batch of a `TritonStaticStates`.
-        states: memory of the cache group.
-    """
+    """Recurrence of decodes over one cache group."""
 
     def __init__(self, batch: StaticStateBatch, states: PagedStates) -> None:
         assert isinstance(batch.source, TritonStaticStates), "a batch of another backend"

@@ -53,12 +53,7 @@ class TritonStepStates:
         chunks: StateChunks | None = None,
         has_few_rows: bool = True,
     ) -> None:
-        """Set the batch's tensors, int32 on the device: [S + 1], [S], [S], and the sequence of each row [T].
-
-        Args:
-            chunks: sequences that are scanned in chunks.
-            has_few_rows: there are sequences that are scanned row by row.
-        """
+        """Set the batch's tensors, int32 on the device: [S + 1], [S], [S], and the sequence of each row [T]."""
         self._numbers = StateBatchNumbers(row_starts, block_ids, has_state)
         self._row_sequences, self._chunks, self._has_few_rows = row_sequences, chunks, has_few_rows
 

@@ -40,14 +40,7 @@ BYTE_TOKENS: Final = 32
 
 
 def decode_tile(head_dim: int, group: int, element_bytes: int, is_narrow: bool = False) -> Tile:
-    """Return the tile of sequences with few rows.
-
-    Args:
-        head_dim: D.
-        group: number of query heads of a KV head; `tl.dot` has at least 16 rows.
-        element_bytes: bytes of an element of the model's dtype.
-        is_narrow: the cache has one byte per element.
-    """
+    """Return the tile of sequences with few rows."""
     rows = power_of_2(group, 16)
     # 64 tokens of 128 dimensions in 16 bits, in three stages: 72 KiB, so that three programs fit on an SM.
     tokens = max(16, 64 * 128 * 2 // (power_of_2(head_dim, 64) * element_bytes))

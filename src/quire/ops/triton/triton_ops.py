@@ -55,15 +55,7 @@ COLUMNS: Final = 1024
 
 
 class TritonOps(TorchFallback):
-    """Triton kernels, and torch's operators for the rest: embedding look-ups, 16-bit matmuls of many rows, encoders.
-
-    Args:
-        device: a GPU; the CPU where Triton interprets its kernels.
-        quantization: quantization of the weights of linear layers; None leaves them as they are.
-
-    Attributes:
-        device: properties of the device on which tile sizes and launch options depend.
-    """
+    """Triton kernels, and torch's operators for the rest: embedding look-ups, 16-bit matmuls of many rows, encoders."""
 
     def __init__(self, device: torch.device, quantization: Quantization | None = None) -> None:
         super().__init__(device)

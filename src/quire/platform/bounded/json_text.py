@@ -75,11 +75,7 @@ def limit_digits() -> None:
 
 
 def check_depth(value: Any) -> None:
-    """Refuse a value that is nested more than `MAX_DEPTH` levels deep, since later code may recurse over it.
-
-    Raises:
-        BadJSON: the value is nested too deeply.
-    """
+    """Refuse a value that is nested more than `MAX_DEPTH` levels deep, since later code may recurse over it."""
     level = [[value]]
     for _ in range(MAX_DEPTH + 1):
         level = [item for parent in level for item in _items(parent) if type(item) in (dict, list)]
@@ -159,15 +155,7 @@ def open_reader(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def _take_integers(whole: list[Any], max_integers: int) -> Iterator[tuple[Path, array[int]]]:
-    """Remove long lists of integers from a value, yield them with their paths, and count all other values.
-
-    Args:
-        whole: list whose only item is the value.
-        max_integers: maximum length of a list of integers.
-
-    Raises:
-        BadJSON: there are too many other values, or a list is too long.
-    """
+    """Remove long lists of integers from a value, yield them with their paths, and count all other values."""
     num_values = 0
     left: list[tuple[Any, Path]] = [(whole, [])]
     while left:

@@ -207,11 +207,7 @@ class BoundedProcess:
 
 
 def _wait(pipe: int, event: int, deadline: float) -> None:
-    """Return once a pipe can be read or written.
-
-    Raises:
-        TimeoutError: it cannot before the deadline.
-    """
+    """Return once a pipe can be read or written."""
     if not CAN_POLL:
         return
     poll = select.poll()  # `select.select` supports no descriptors above 1023
@@ -376,11 +372,7 @@ def resident_bytes() -> int:
 
 
 def _bytes_of_this_process(column: int) -> int | None:
-    """Return a size of this process that Linux tells, in bytes; None on other systems.
-
-    Args:
-        column: column of /proc/self/statm: 0 for the address space, 1 for resident memory.
-    """
+    """Return a size of this process that Linux tells, in bytes; None on other systems."""
     try:
         num_pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[column]
     except OSError:

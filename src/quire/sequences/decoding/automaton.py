@@ -61,13 +61,7 @@ class SuffixAutomaton:
         self._text.append(END)
 
     def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Return the state and the length of the longest match of a text's suffix after one more token of the text.
-
-        Args:
-            state: state of the longest match so far, initially `ROOT`; texts may have been added since.
-            length: length of that match.
-            token: next token of the text.
-        """
+        """Return the state and the length of the longest match of a text's suffix after one more token of the text."""
         state = self.settle(state, length)
         next_state = self._step(state, token)
         while next_state < 0 and state != ROOT:

@@ -42,17 +42,7 @@ def num_candidates(request: Request) -> int:
 
 
 def advance_beams(search: BeamSearch, beams: Seq[Sequence], candidates: Seq[Candidate]) -> list[BeamEdit]:
-    """Update a search with the candidates of a step, and return the edits of its beams.
-
-    Args:
-        search: state of the request's search; updated in place.
-        beams: running sequences of the request by `sample_idx`, all of the same length.
-        candidates: candidates, best first; fewer than `num_candidates` only where no others exist.
-
-    Returns:
-        Drops, then forks, then appends with the index of their candidate. When the search is over, finishes instead:
-        with an error where there is no candidate and no hypothesis.
-    """
+    """Update a search with the candidates of a step, and return the edits of its beams."""
     request = beams[0].request
     width = request.params.num_sequences
     search.num_computed += len(beams) if beams[0].num_output else 0
@@ -94,14 +84,7 @@ def _hypothesis(
 
 
 def _is_over(request: Request, search: BeamSearch, num_output: int, best_score: float) -> bool:
-    """Return whether the search is complete: no beam can become a better hypothesis, or early stopping applies.
-
-    Args:
-        request: request of the search.
-        search: state of the search, with the hypotheses of this step.
-        num_output: number of output tokens of each beam.
-        best_score: sum of log probabilities of the best beam.
-    """
+    """Return whether the search is complete: no beam can become a better hypothesis, or early stopping applies."""
     params = request.params
     if len(search.finished) < params.num_sequences:
         return False

@@ -22,11 +22,7 @@ REASONS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
 
 
 class CustomStrategy:
-    """Wrapper that calls a request's own strategy and validates its edits.
-
-    Args:
-        strategy: object that has the methods of a strategy; the values that they return are not trusted.
-    """
+    """Wrapper that calls a request's own strategy and validates its edits."""
 
     __slots__ = ("_failure", "_strategy")
 
@@ -74,14 +70,7 @@ class CustomStrategy:
 
 
 def _refusal(edit: Any, sequence: Sequence, targets: list[int], num_tokens: int) -> str | None:
-    """Return the reason why an edit is invalid, None for a valid one.
-
-    Args:
-        edit: any object.
-        sequence: sequence that the step computed.
-        targets: indices of the samples that may receive the step's tokens.
-        num_tokens: number of the step's tokens.
-    """
+    """Return the reason why an edit is invalid, None for a valid one."""
     samples = sequence.request.sequences
     if isinstance(edit, Fork):
         return _refusal_of_fork(edit, sequence, targets)

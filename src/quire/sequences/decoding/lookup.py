@@ -23,11 +23,6 @@ class NgramIndex:
                         ^
     ```
 
-    Args:
-        tokens: list of tokens; its owner only appends to it.
-        shortest: minimum length of a match.
-        longest: maximum length that is compared.
-
     Source: prompt lookup decoding (A. Saxena, 2023); the chains are those of LZ77 compressors.
     """
 

@@ -35,13 +35,7 @@ LONGEST_PAUSE = 256
 
 
 class AcceptanceRate:
-    """Acceptance rate of drafts as an exponentially weighted average.
-
-    Args:
-        memory: factor by which the weight of a draft decays with each later draft.
-        num_right: initial weight of accepted drafts.
-        num_wrong: initial weight of rejected drafts.
-    """
+    """Acceptance rate of drafts as an exponentially weighted average."""
 
     __slots__ = ("memory", "num_right", "num_wrong")
 
@@ -162,12 +156,7 @@ class AdaptiveDrafter:
 
 
 def best_depth(share: float, step_costs: Seq[float]) -> int:
-    """Return the number of drafts with the most expected tokens per cost of the step; 0 where drafts do not pay.
-
-    Args:
-        share: probability that a draft is accepted after all drafts before it were.
-        step_costs: see `AdaptiveDrafter`.
-    """
+    """Return the number of drafts with the most expected tokens per cost of the step; 0 where drafts do not pay."""
     best, most = 0, MARGIN
     expected = reached = 1.0
     for depth in range(1, len(step_costs)):

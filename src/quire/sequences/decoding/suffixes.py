@@ -24,9 +24,6 @@ class OutputHistory:
 
     Outputs are added to the last segment of their namespace until it is full. When all segments together exceed the
     limit, the least recently extended one of all namespaces is evicted.
-
-    Args:
-        num_bytes: approximate limit of the memory of all segments, in bytes.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -154,12 +154,7 @@ class FirstTokenLog:
 
 
 def first_token_times(tenant: str | None, begun: list[InFlightRow], ended: list[FirstTokenRow]) -> list[float]:
-    """Return the times to the first token of requests in flight, and of those that have ended.
-
-    Args:
-        tenant: tenant of the requests; None for those of all.
-        begun, ended: the requests.
-    """
+    """Return the times to the first token of requests in flight, and of those that have ended."""
     times = [(row.tenant, row.first_token_s) for row in ended]
     times += [(row.tenant, row.first_token_s) for row in begun if row.first_token_s is not None]
     return [first_s for each, first_s in times if tenant in (None, each)]

@@ -13,11 +13,7 @@ MAX_LARGE_ANSWERS = 16
 
 
 class LogprobBudget:
-    """Counts log probabilities, each about 13 bytes, from the start of a request until its answer is sent.
-
-    Args:
-        per_answer: maximum number of log probabilities in one answer.
-    """
+    """Counts log probabilities, each about 13 bytes, from the start of a request until its answer is sent."""
 
     def __init__(self, per_answer: int) -> None:
         self.per_answer = per_answer
@@ -26,18 +22,7 @@ class LogprobBudget:
     def reserve(
         self, params: SamplingParams, lengths: Sequence[int], max_model_len: int, num_prompt_copies: int
     ) -> LogprobReservation:
-        """Reserve the log probabilities that an answer has if no output ends early.
-
-        Args:
-            params: sampling parameters of all prompts.
-            lengths: number of tokens of each prompt.
-            max_model_len: maximum number of tokens of a prompt and an output together.
-            num_prompt_copies: number of times that the answer has the log probabilities of a prompt.
-
-        Raises:
-            InvalidParameter: the answer exceeds the limit of one answer.
-            ApiError: 429, the other answers leave too few.
-        """
+        """Reserve the log probabilities that an answer has if no output ends early."""
         counts = {"prompt_logprobs": 0, "logprobs": 0}
         if params.prompt_logprobs is not None:
             counts["prompt_logprobs"] = num_prompt_copies * (1 + params.prompt_logprobs) * sum(lengths)
@@ -60,12 +45,7 @@ class LogprobBudget:
 
 
 class LogprobReservation:
-    """The log probabilities that one answer has reserved.
-
-    Args:
-        budget: budget of the server.
-        count: number of log probabilities.
-    """
+    """The log probabilities that one answer has reserved."""
 
     def __init__(self, budget: LogprobBudget, count: int) -> None:
         self._budget = budget

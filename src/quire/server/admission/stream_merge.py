@@ -32,9 +32,6 @@ class StreamMerger:
     """Merges the outputs of a request's prompts with the client's disconnect and the server's stop.
 
     The unread deltas of a prompt are merged into one, so that a slow client holds at most one output for each prompt.
-
-    Args:
-        idle_s: silence after which `deltas` yields an empty list.
     """
 
     def __init__(self, idle_s: float) -> None:
@@ -82,16 +79,6 @@ class StreamMerger:
 
         At its end, from any cause (the last output, an error, the client, the caller), every stream is closed, and with
         it the engine's request.
-
-        Args:
-            streams: output stream of each prompt.
-            receive: ASGI's function, after the request's body was read from it.
-            has_added: function that returns whether the engine has added the requests, and none has ended; called at a
-                silence before the first delta.
-
-        Raises:
-            ClientGone: the connection was closed.
-            Exception: the exception of a stream, or the argument of `fail`.
         """
         tasks = [asyncio.create_task(self._pump(idx, stream)) for idx, stream in enumerate(streams)]
         tasks.append(asyncio.create_task(self._watch_client(receive)))

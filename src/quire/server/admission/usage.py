@@ -12,14 +12,7 @@ from quire.sequences.thinking import ThinkingState, ThinkingTokens
 
 
 class TokenCount:
-    """Tokens of one HTTP request: each prompt once, for any `n`, and the outputs of all samples.
-
-    Args:
-        is_prompt_only: True where the client requests no output; the token that the engine must sample is not counted.
-        is_ranked: True where tokens of pruned candidates count as output, since they are samples that `best_of` left
-            out; pruned tokens of beams are counted separately.
-        thinking: markers of the model's thinking; None counts no thinking tokens.
-    """
+    """Tokens of one HTTP request: each prompt once, for any `n`, and the outputs of all samples."""
 
     def __init__(
         self, *, is_prompt_only: bool = False, is_ranked: bool = False, thinking: ThinkingTokens | None = None

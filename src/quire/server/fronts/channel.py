@@ -22,13 +22,7 @@ MAX_UNREAD_BYTES: Final = 2 << 30
 
 
 class Channel:
-    """One end of a connected stream socket; `send` may be called from any thread, all else on the event loop.
-
-    Args:
-        connected: the socket, owned by the channel from now on.
-        on_message: function that is called with each message.
-        on_end: function that is called once, when the other end has closed the socket, or has sent what is no message.
-    """
+    """One end of a connected stream socket; `send` may be called from any thread, all else on the event loop."""
 
     def __init__(
         self, connected: socket.socket, on_message: Callable[[memoryview], None], on_end: Callable[[], None]
@@ -46,11 +40,7 @@ class Channel:
         self._loop.add_reader(connected.fileno(), self._on_readable)
 
     def send(self, message: bytes) -> None:
-        """Send a message; what the socket does not take at once is sent later. After the end it is dropped.
-
-        Raises:
-            ValueError: the message is longer than `MAX_MESSAGE_BYTES`.
-        """
+        """Send a message; what the socket does not take at once is sent later. After the end it is dropped."""
         if len(message) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(message):,} bytes is longer than {MAX_MESSAGE_BYTES:,}")
         data = memoryview(len(message).to_bytes(LENGTH_BYTES, "little") + message)
@@ -124,11 +114,7 @@ class Channel:
             self._end()
 
     def _deliver(self) -> None:
-        """Call `on_message` with the complete messages, and keep the rest.
-
-        Raises:
-            ValueError: a length exceeds `MAX_MESSAGE_BYTES`.
-        """
+        """Call `on_message` with the complete messages, and keep the rest."""
         start, size = 0, len(self._read)
         with memoryview(self._read) as view:
             while size - start >= LENGTH_BYTES and not self._is_closed:

@@ -18,18 +18,7 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
 
 
 class EngineMethods:
-    """The methods of one engine's process.
-
-    Args:
-        llm: the engine.
-        views: its views.
-        in_flight: function that returns the requests in flight of all fronts.
-        ask_http_requests: function that lets fronts send the HTTP requests that they have answered.
-        publish_queue: function that writes the length of the queue where fronts read it.
-
-    Attributes:
-        by_name: the methods.
-    """
+    """The methods of one engine's process."""
 
     def __init__(
         self,
@@ -101,14 +90,7 @@ def adapter_fields(adapter: LoadedAdapter) -> dict[str, Any]:
 
 
 class RemoteWatchers:
-    """The watchers of the block map that the clients of one front are.
-
-    Args:
-        views: views of the engine.
-
-    Attributes:
-        by_name: the methods that the front calls.
-    """
+    """The watchers of the block map that the clients of one front are."""
 
     def __init__(self, views: LocalViews) -> None:
         self._views = views

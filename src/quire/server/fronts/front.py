@@ -27,23 +27,7 @@ PROGRAM = "quire.server.fronts.front_process"
 
 
 class FrontHandle:
-    """A front that was started.
-
-    Args:
-        llm: the engine.
-        number: number of the front.
-        process: its process.
-        connected: socket to it.
-        methods, first_tokens: see `FrontSession`.
-        on_end: function that is called once with this object and the exit code, when the process has ended and its
-            requests with it.
-
-    Attributes:
-        peer: the process, for messages and calls.
-        started_s: time of its start, in seconds of the monotonic clock.
-        ready: future that is resolved when it accepts connections.
-        ended: event of the process' end.
-    """
+    """A front that was started."""
 
     def __init__(
         self,
@@ -80,12 +64,7 @@ class FrontHandle:
         first_tokens: FirstTokenLog,
         on_end: Callable[[FrontHandle, int], None],
     ) -> FrontHandle:
-        """Start a process.
-
-        Args:
-            llm, number, methods, first_tokens, on_end: see the class.
-            descriptors: descriptors of the listening socket and of the queue's gauge.
-        """
+        """Start a process."""
         ours, theirs = socket.socketpair()
         with theirs:
             passed = (theirs.fileno(), *descriptors)
@@ -130,11 +109,7 @@ class FrontHandle:
             self.peer.notify("ping")
 
     def end_hung(self, silent_s: float) -> None:
-        """Kill a process that does not answer; its end is then that of any front.
-
-        Args:
-            silent_s: seconds without an answer.
-        """
+        """Kill a process that does not answer; its end is then that of any front."""
         logger.error(
             "front %d hangs: it has not answered for %.1f s, so it is killed",
             self.number,

@@ -40,13 +40,7 @@ WELCOME_TIMEOUT_S = 60.0
 
 
 class Front:
-    """One front.
-
-    Args:
-        channel: socket to the engine's process.
-        listener: listening socket.
-        gauge: length of the waiting queue.
-    """
+    """One front."""
 
     def __init__(self, channel: socket.socket, listener: socket.socket, gauge: QueueGauge) -> None:
         self._channel = channel

@@ -12,13 +12,7 @@ from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class FrontTexts:
-    """Does what `SampleText` does in the engine, for samples without stop strings.
-
-    Args:
-        params: parameters of the sampling, for which `can_make` is true.
-        tokenizer: the model's.
-        prompt_ids: tokens of the prompt.
-    """
+    """Does what `SampleText` does in the engine, for samples without stop strings."""
 
     __slots__ = ("_params", "_prompt_ids", "_samples", "_tokenizer")
 

@@ -31,9 +31,6 @@ class Silence:
 
     Where all processes of a server are stopped together (a debugger, a machine that sleeps), each of them finds that
     the others were silent for long. So time between two calls of `tick` counts as two intervals at most.
-
-    Args:
-        clock: seconds, monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

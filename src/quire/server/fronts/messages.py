@@ -22,19 +22,7 @@ MAX_MESSAGE_BYTES: Final = 1 << 30
 
 
 class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """A request for the engine.
-
-    Args:
-        stream: number of its stream, chosen by the front.
-        request_id: id in the engine.
-        token_ids, text: the prompt.
-        words: strings of the parameters as tokens.
-        params: sampling parameters, see `wire_params`.
-        options: JSON of its `RequestOptions`, with `lora_name` for the adapter.
-        pooling: result of a pooled request.
-        place: number of the reservation with its slot; None reserves one.
-        arrival_s: time of arrival, in seconds of the monotonic clock.
-    """
+    """A request for the engine."""
 
     stream: int
     request_id: str
@@ -68,11 +56,7 @@ class ReleaseSlots(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class Acknowledge(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """The arrival of an `Outputs`.
-
-    Args:
-        busy_s: processor time that the front took since the one before.
-    """
+    """The arrival of an `Outputs`."""
 
     busy_s: float
 
@@ -163,13 +147,7 @@ Row = TextRow | DeltaRow | ErrorRow
 
 
 class Outputs(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """The deltas of a front's streams from one step or several; no stream has two.
-
-    Args:
-        rows: deltas of all kinds.
-        streams, token_ids: streams whose delta is more tokens of their first sequence and no text, which the front
-            makes, and these tokens: nearly all deltas.
-    """
+    """The deltas of a front's streams from one step or several; no stream has two."""
 
     rows: list[Row]
     streams: list[int] = []

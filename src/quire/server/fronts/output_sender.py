@@ -51,9 +51,6 @@ class OutputSender:
     """The sink of all streams of one front.
 
     The engine's thread adds deltas and sends them; a front that reads slowly costs one merged delta for each stream.
-
-    Args:
-        peer: the front.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -94,11 +91,7 @@ class OutputSender:
             self._send()
 
     def acknowledge(self, busy_s: float) -> None:
-        """Note that the front has read a message, and send what has waited for that.
-
-        Args:
-            busy_s: processor time that the front took for the message before.
-        """
+        """Note that the front has read a message, and send what has waited for that."""
         with self._lock:
             self._num_unacknowledged -= 1
             if self._pacer is not None:

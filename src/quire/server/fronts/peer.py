@@ -21,16 +21,7 @@ Method = Callable[..., Awaitable[Any]]
 
 
 class Peer:
-    """The process at the other end of a channel.
-
-    Args:
-        connected: the socket.
-        name: name of that process in errors.
-        methods: methods that it may call; arguments and results are what JSON has.
-        on_message: function that is called with other messages than calls, answers and notices.
-        on_notice: function that is called with the kind and the value of a notice.
-        on_end: function that is called once when the other process is gone; its calls have failed then.
-    """
+    """The process at the other end of a channel."""
 
     def __init__(
         self,
@@ -61,18 +52,7 @@ class Peer:
         self.send(Notice(kind, json.dumps(value)))
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call a method of the other process and return its result.
-
-        Args:
-            method: name of the method.
-            args: its arguments.
-            timeout_s: time limit; None for a method that ends by itself, or with its process.
-
-        Raises:
-            NoAnswer: the other process does not answer within the limit.
-            WorkerError: it is gone.
-            Exception: the error of the method; see `wire_errors`.
-        """
+        """Call a method of the other process and return its result."""
         if self.is_gone:
             raise self.gone()
         number = next(self._numbers)

@@ -11,11 +11,7 @@ NUM_BYTES: Final = mmap.PAGESIZE
 
 
 class QueueGauge:
-    """Two numbers, each read and written as a whole: taken slots of the waiting queue, and seconds until a retry.
-
-    Args:
-        descriptor: open file of `NUM_BYTES` bytes, which the gauge does not close.
-    """
+    """Two numbers, each read and written as a whole: taken slots of the waiting queue, and seconds until a retry."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, NUM_BYTES)

@@ -56,18 +56,7 @@ CALL_TIMEOUT_S: Final = 10.0
 
 
 class RemoteStream:
-    """The outputs of one request.
-
-    Args:
-        request_id: id in the engine.
-        prompt: the prompt.
-        tokenizer: tokenizer for the texts of log probabilities.
-        texts: texts of its samples; None where the engine makes them, or there are none.
-        take: see `AsyncLLM.generate`.
-
-    Attributes:
-        mailbox: its unread deltas.
-    """
+    """The outputs of one request."""
 
     __slots__ = ("_last", "_metrics", "_prompt", "_request_id", "_texts", "_tokenizer", "mailbox")
 
@@ -130,12 +119,7 @@ class RemoteStream:
 
 
 class RemotePlace:
-    """Slots of the engine's waiting queue for several prompts; the engine refuses them at the first of the requests.
-
-    Args:
-        peer: the engine's process.
-        number: number of the reservation; None where each request reserves a slot by itself.
-    """
+    """Slots of the engine's waiting queue for several prompts; the engine refuses them at the first of the requests."""
 
     def __init__(self, peer: Peer, number: int | None) -> None:
         self._peer = peer
@@ -174,17 +158,7 @@ class RemoteAdapters:
 
 
 class RemoteEngine:
-    """A client of the engine's process; see `EngineClient`.
-
-    Args:
-        peer: the engine's process.
-        welcome: its description of the server and the model.
-        gauge: length of its waiting queue.
-
-    Attributes:
-        http_requests: HTTP requests that were answered since they were last sent, by route, method and status.
-        silent_s: seconds for which the engine's process has not pinged this one.
-    """
+    """A client of the engine's process; see `EngineClient`."""
 
     def __init__(self, peer: Peer, welcome: Welcome, gauge: QueueGauge) -> None:
         self.model_name = welcome.model_name
@@ -304,12 +278,7 @@ class RemoteEngine:
         return dict(self._defaults)
 
     async def report(self) -> EngineReport:
-        """Return the health, the memory and the totals of the engine.
-
-        Raises:
-            NoAnswer: its process hangs; raised at once where it has for some seconds.
-            WorkerError: it has ended.
-        """
+        """Return the health, the memory and the totals of the engine."""
         if self.silent_s > HUNG_AFTER_S and not self._peer.is_gone:
             raise NoAnswer("the engine's process", self.silent_s)
         return msgspec.convert(await self._peer.call("report", timeout_s=CALL_TIMEOUT_S), EngineReport)

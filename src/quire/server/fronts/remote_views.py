@@ -13,12 +13,7 @@ from quire.server.fronts.remote_engine import CALL_TIMEOUT_S
 
 
 class RemoteWatcher:
-    """A reader of the block map in the engine's process; see `Watcher`.
-
-    Args:
-        peer: the engine's process.
-        number: number of the watcher there.
-    """
+    """A reader of the block map in the engine's process; see `Watcher`."""
 
     def __init__(self, peer: Peer, number: int) -> None:
         self._peer = peer
@@ -53,12 +48,7 @@ class RemoteWatcher:
 
 
 class RemoteViews:
-    """The views of a front; see `ServerViews`.
-
-    Args:
-        peer: the engine's process.
-        ping_interval_s: silence after which an event of the block map is a comment.
-    """
+    """The views of a front; see `ServerViews`."""
 
     def __init__(self, peer: Peer, ping_interval_s: float) -> None:
         self._peer = peer

@@ -28,17 +28,7 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
 
 
 class FrontSession:
-    """One front, as long as its process runs.
-
-    Args:
-        llm: the engine.
-        connected: socket to the front.
-        name: name of the front in errors and in the log.
-        methods: methods of the engine's process that fronts may call.
-        first_tokens: times to the first token, of all fronts.
-        on_notice: function that is called with each notice.
-        on_end: function that is called once when the front is gone; its requests have ended then.
-    """
+    """One front, as long as its process runs."""
 
     def __init__(
         self,

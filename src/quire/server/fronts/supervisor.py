@@ -53,14 +53,7 @@ class FrontsFailed(QuireError):
 
 
 class Supervisor:
-    """The fronts of one server.
-
-    Args:
-        llm: the engine.
-        config: options of the server.
-        aliases: further names of the model.
-        listener: bound socket, which all fronts share.
-    """
+    """The fronts of one server."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig, aliases: tuple[str, ...], listener: socket.socket) -> None:
         self._llm = llm
@@ -83,11 +76,7 @@ class Supervisor:
         self._failure: FrontsFailed | None = None
 
     async def run(self) -> None:
-        """Serve until a signal, the death of the engine, or fronts that die again and again.
-
-        Raises:
-            FrontsFailed: the fronts do not start, or died again and again.
-        """
+        """Serve until a signal, the death of the engine, or fronts that die again and again."""
         take_signals(self._on_signal)
         tasks: list[asyncio.Task[None]] = []
         try:

@@ -26,20 +26,7 @@ _HEAD_DEFAULTS: dict[str, Any] = {"activation": "gelu", "bias": False, "norm": N
 
 
 class Welcome(msgspec.Struct, kw_only=True):
-    """The server and its model.
-
-    Args:
-        protocol, version: versions of the messages and of Quire, which both ends must share.
-        config: options of the server.
-        created: time of the server's start, in Unix seconds.
-        model_name, aliases: names of the model.
-        resolved: configuration of the engine.
-        pooling: the fields of `PoolingConfig`, of its head those that are not in `_HEAD_DEFAULTS`.
-        default_params: sampling parameters that the model's generation config sets.
-        end_token_ids: the model's own end tokens.
-        tokenizer: parts of its tokenizer, if it has one.
-        log_level, is_log_json: form of the log.
-    """
+    """The server and its model."""
 
     protocol: int
     version: str
@@ -82,11 +69,7 @@ def make_welcome(llm: AsyncLLM, config: ServerConfig, aliases: tuple[str, ...], 
 
 
 def read_welcome(value: Any) -> Welcome:
-    """Return the notice.
-
-    Raises:
-        ConfigError: the engine's process runs another version of Quire, which was replaced while it runs.
-    """
+    """Return the notice."""
     if (value["protocol"], value["version"]) != (VERSION, __version__):
         raise ConfigError(
             f"the engine's process runs Quire {value['version']}, and this front {__version__}: restart the server"

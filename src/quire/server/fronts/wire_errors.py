@@ -17,11 +17,7 @@ _KNOWN: Final[dict[str, type[Exception]]] = {
 
 
 class ShownValue:
-    """A value of another process, of which only the text is known.
-
-    Args:
-        text: its `repr`, possibly cut.
-    """
+    """A value of another process, of which only the text is known."""
 
     def __init__(self, text: str) -> None:
         self._text = text

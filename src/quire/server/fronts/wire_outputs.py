@@ -47,13 +47,7 @@ def delta_row(stream: int, output: RequestOutput) -> DeltaRow:
 def read_delta(
     row: DeltaRow, request_id: str, prompt: str | None, token_ids: list[int], tokenizer: Tokenizer | None
 ) -> RequestOutput:
-    """Return the delta of a row.
-
-    Args:
-        row: the row.
-        request_id, prompt, token_ids: the request, which the front keeps.
-        tokenizer: tokenizer for the texts of log probabilities.
-    """
+    """Return the delta of a row."""
     known = row.prompt_logprobs
     return RequestOutput(
         request_id=request_id,

@@ -19,15 +19,7 @@ _DEFAULTS: Final = SamplingParams()
 
 
 def encode_params(params: SamplingParams, *, detokenize: bool = True) -> str:
-    """Return parameters as JSON.
-
-    Args:
-        params: the parameters.
-        detokenize: False to let the engine make no text, whatever they say.
-
-    Raises:
-        ValueError: parameters with a field of `LOCAL_FIELDS`.
-    """
+    """Return parameters as JSON."""
     for name in LOCAL_FIELDS:
         if getattr(params, name) != getattr(_DEFAULTS, name):
             raise ValueError(f"{name} cannot be sent to another process")
@@ -38,11 +30,7 @@ def encode_params(params: SamplingParams, *, detokenize: bool = True) -> str:
 
 
 def decode_params(text: str) -> SamplingParams:
-    """Return the parameters of `encode_params`, not to be changed: others may have the same object.
-
-    Raises:
-        RequestError: a value is not allowed.
-    """
+    """Return the parameters of `encode_params`, not to be changed: others may have the same object."""
     return _cached(text) if len(text) <= MAX_CACHED_CHARS else _decode(text)
 
 

@@ -139,12 +139,7 @@ def response_header(state: ServerState, request: Request, prefix: str, kind: str
 
 
 class OpenAIReply:
-    """The answer of completions and chat completions: JSON with `usage`.
-
-    Args:
-        builder: builder of the JSON.
-        options: the request's options on usage.
-    """
+    """The answer of completions and chat completions: JSON with `usage`."""
 
     stream_format = sse.OPENAI_EVENTS
 
@@ -190,12 +185,7 @@ async def answer(
 
 
 async def run(state: ServerState, request: Request, job: GenerationRequest, reply: Reply, answer_id: str) -> ASGIApp:
-    """Run a request and return its response.
-
-    Raises:
-        RequestError: the request is refused.
-        ApiError: a required tenant is missing, the server is stopping, or the engine failed before the first event.
-    """
+    """Run a request and return its response."""
     tenant = read_tenant(state.config, request)
     if state.is_draining:
         raise stopping()
@@ -293,12 +283,7 @@ async def _generate(
 
 
 def _check(delta: RequestOutput, where: str) -> None:
-    """Raise where the engine has ended a request: clients know neither "error" nor "abort" as a finish reason.
-
-    Args:
-        delta: output of the request.
-        where: beginning of the message, which says which of several prompts it is about.
-    """
+    """Raise where the engine has ended a request: clients know neither "error" nor "abort" as a finish reason."""
     reasons = {output.finish_reason for output in delta.outputs}
     if "error" in reasons and delta.error_code == RequestFailed.code:
         raise RequestFailed(f"{where}{delta.error or 'the engine gave no reason'}")

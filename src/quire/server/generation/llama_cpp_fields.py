@@ -81,11 +81,7 @@ KNOWN: Final = (*ALIASES, *UNSUPPORTED, *WITHOUT_EFFECT, WINDOW)
 
 
 def check_window(fields: Fields) -> None:
-    """Refuse a window of the penalties that are on; without a penalty it has no effect.
-
-    Raises:
-        UnsupportedFeature: naming the field.
-    """
+    """Refuse a window of the penalties that are on; without a penalty it has no effect."""
     window = fields.get(WINDOW)
     has_penalty = any(fields.get(name) not in (None, neutral) for name, neutral in PENALTIES.items())
     if has_penalty and window not in (None, WHOLE_CONTEXT):
@@ -95,16 +91,7 @@ def check_window(fields: Fields) -> None:
 def translate(
     fields: Fields, no_limit: int, aliases: Mapping[str, str] = ALIASES
 ) -> tuple[Fields, Callable[[str], str]]:
-    """Return a body with this server's names of fields, and a function from these to the client's.
-
-    Args:
-        fields: body of a request.
-        no_limit: a limit on new tokens that no answer reaches.
-        aliases: names of this server by the client's.
-
-    Raises:
-        RequestError: a field is there under both names, or a window of penalties is refused.
-    """
+    """Return a body with this server's names of fields, and a function from these to the client's."""
     check_window(fields)
     given = [name for name in aliases if fields.get(name) is not None]
     if not given:

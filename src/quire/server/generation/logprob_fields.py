@@ -29,13 +29,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class TokenNames:
-    """Readable names of tokens.
-
-    Args:
-        tokenizer: the model's, None where the server runs without one.
-        by_id: True where the name of every token is "token_id:N".
-        bytes_prefix: prefix of the escaped bytes of a token that is not whole characters.
-    """
+    """Readable names of tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, by_id: bool, bytes_prefix: str = "") -> None:
         self._tokenizer = tokenizer
@@ -110,15 +104,7 @@ def completion_logprobs(
     num_top: int,
     names: TokenNames,
 ) -> CompletionLogprobs:
-    """Return the parallel arrays of `/v1/completions`.
-
-    Args:
-        token_ids: the tokens.
-        positions: their log probabilities, in one part or several.
-        offsets: start of each token in the text; read once.
-        num_top: number of most likely tokens at each position; 0 shows the chosen one only.
-        names: names of tokens.
-    """
+    """Return the parallel arrays of `/v1/completions`."""
 
     def measured() -> Iterator[TokenLogprobs | None]:
         return chain.from_iterable(part.measured() for part in positions)
@@ -132,13 +118,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(positions: FlatLogprobs, num_top: int, names: TokenNames) -> dict[str, Any]:
-    """Return the `logprobs` object of a chat choice.
-
-    Args:
-        positions: log probabilities of each token.
-        num_top: entries of `top_logprobs`.
-        names: names of tokens.
-    """
+    """Return the `logprobs` object of a chat choice."""
 
     def entries() -> Iterator[dict[str, Any]]:
         for position in positions.measured():
@@ -152,13 +132,7 @@ def chat_logprobs(positions: FlatLogprobs, num_top: int, names: TokenNames) -> d
 
 
 def prompt_logprobs_json(positions: PromptLogprobs | None, num_top: int, names: TokenNames) -> JsonArray:
-    """Return vLLM's `prompt_logprobs`: a map by token id for each prompt token, None for the first one.
-
-    Args:
-        positions: log probabilities of each prompt token; None gives an empty array.
-        num_top: number of most likely tokens in addition to the prompt's token.
-        names: names of tokens.
-    """
+    """Return vLLM's `prompt_logprobs`: a map by token id for each prompt token, None for the first one."""
 
     def row(position: TokenLogprobs) -> dict[str, dict[str, Any]]:
         own = position.rank, position.token_id, position.logprob

@@ -16,11 +16,7 @@ REASONING_FIELDS = ("reasoning_effort", "include_reasoning", "thinking_token_bud
 
 
 def read_effort(fields: Fields) -> dict[str, Any]:
-    """Return the template variables that `reasoning_effort` sets, where the template has them.
-
-    Raises:
-        InvalidParameter: an unknown effort.
-    """
+    """Return the template variables that `reasoning_effort` sets, where the template has them."""
     effort = fields.text("reasoning_effort")
     if effort is None:
         return {}
@@ -30,12 +26,7 @@ def read_effort(fields: Fields) -> dict[str, Any]:
 
 
 def read_thinking(state: ServerState, fields: Fields) -> dict[str, Any]:
-    """Return the sampling parameters of a model that thinks.
-
-    Raises:
-        InvalidParameter: a budget that is no number of tokens.
-        UnsupportedFeature: a budget of a model whose thinking is not known as tokens.
-    """
+    """Return the sampling parameters of a model that thinks."""
     budget, model = fields.integer("thinking_token_budget", 0, 2**31 - 1), state.reasoning
     if budget is not None and (model is None or model.tokens is None):
         why = "no markers of thinking are known of the model; --reasoning-parser can set their format"
@@ -57,11 +48,7 @@ class ReasoningFields:
 
     @classmethod
     def of(cls, state: ServerState, fields: Fields) -> ReasoningFields | None:
-        """Return the fields that a request asks for; None where the model's thinking is not known.
-
-        Raises:
-            InvalidParameter: `include_reasoning` is no flag.
-        """
+        """Return the fields that a request asks for; None where the model's thinking is not known."""
         is_shown = fields.flag("include_reasoning", True)
         if state.reasoning is None:
             return None
@@ -79,25 +66,14 @@ class ReasoningFields:
 
 
 class ReasoningSplitter:
-    """Splits the texts of one prompt's samples.
-
-    Args:
-        fields: fields of the answer; None leaves all text in the content.
-    """
+    """Splits the texts of one prompt's samples."""
 
     def __init__(self, fields: ReasoningFields | None) -> None:
         self._model = None if fields is None else fields.model
         self._samples: dict[int, SampleReasoning] = {}
 
     def add(self, index: int, prompt_ids: Sequence[int], text: str, *, is_finished: bool) -> ReasoningSplit:
-        """Return the reasoning and the content that a sample's new text completes.
-
-        Args:
-            index: index of the sample.
-            prompt_ids: tokens of the prompt.
-            text: the new text.
-            is_finished: True where the text is the last one.
-        """
+        """Return the reasoning and the content that a sample's new text completes."""
         if self._model is None:
             return ReasoningSplit(content=text)
         if index not in self._samples:

@@ -82,15 +82,7 @@ class Options:
 
 
 def read_options(fields: Fields, config: ResolvedConfig) -> Options:
-    """Read the options of both routes other than sampling parameters.
-
-    Args:
-        fields: body of the request.
-        config: configuration of the engine, which checks the priority.
-
-    Raises:
-        InvalidParameter: naming the field.
-    """
+    """Read the options of both routes other than sampling parameters."""
     for label in TEXT_LABELS:
         fields.text(label)
     fields.object("metadata")
@@ -125,18 +117,7 @@ def read_options(fields: Fields, config: ResolvedConfig) -> Options:
 def read_sampling(
     fields: Fields, defaults: Mapping[str, Any], own: Mapping[str, Any], field_aliases: Mapping[str, str]
 ) -> SamplingParams:
-    """Build the sampling parameters of a request.
-
-    Args:
-        fields: body of the request.
-        defaults: the model's recommendations for absent fields.
-        own: parameters that the route computed; they take precedence.
-        field_aliases: the client's names of parameters, by those of `SamplingParams`; a beam width with another name is
-            read from that field.
-
-    Raises:
-        InvalidParameter: naming the field as the client does.
-    """
+    """Build the sampling parameters of a request."""
     requested = {name: value for name in SAMPLING_FIELDS if (value := fields.get(name)) is not None}
     if "beam_width" in field_aliases:
         requested["beam_width"] = requested.pop("best_of", requested.get("n", 1))
@@ -162,14 +143,7 @@ def read_sampling(
 
 
 def beam_width_alias(fields: Fields) -> dict[str, str]:
-    """Return the alias of the beam width: with vLLM's `use_beam_search` it is `best_of`, or else `n`.
-
-    Returns:
-        The client's field by `beam_width`; empty where they are the same, or without beam search.
-
-    Raises:
-        InvalidParameter: `beam_width` is given and `use_beam_search` is false.
-    """
+    """Return the alias of the beam width: with vLLM's `use_beam_search` it is `best_of`, or else `n`."""
     has_width = fields.get("beam_width") is not None
     is_wanted = fields.flag("use_beam_search", has_width)
     if not is_wanted and has_width:

@@ -15,11 +15,7 @@ ADAPTER: Final = "quire.adapter"
 
 
 async def choose_model(state: ServerState, request: Request, name: str) -> None:
-    """Let a request go to the model or the adapter of a name.
-
-    Raises:
-        ApiError: 404, there is none of that name.
-    """
+    """Let a request go to the model or the adapter of a name."""
     if name == state.llm.model_name or name in state.aliases:
         return
     adapters = [each.name for each in await state.llm.adapters.list_loaded()]

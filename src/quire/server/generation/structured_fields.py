@@ -34,15 +34,7 @@ CLOSED = {"disable_additional_properties": True}
 
 
 def read_structured(fields: Fields) -> tuple[StructuredOutputs | None, dict[str, str]]:
-    """Read the structure that the output must have.
-
-    Returns:
-        The structure, None where any text is allowed; and the client's names of fields, by those of
-        `structured_outputs`.
-
-    Raises:
-        RequestError: naming the field as the client does; also where more than one of the fields is given.
-    """
+    """Read the structure that the output must have."""
     given = [(name, _read(fields, name)) for name in STRUCTURED_FIELDS if fields.get(name) is not None]
     requested = [(name, read) for name, read in given if read is not None]
     if not requested:

@@ -8,13 +8,7 @@ from quire.text.tool_calls import CallDelta, SampleCalls, ToolCall
 
 
 def call_deltas(calls: SampleCalls, text: str, *, is_finished: bool) -> list[dict[str, Any]]:
-    """Return the stream deltas for a sample's new text.
-
-    Args:
-        calls: parser of the sample's calls.
-        text: the new text.
-        is_finished: True where the text is the last one.
-    """
+    """Return the stream deltas for a sample's new text."""
     deltas: list[dict[str, Any]] = []
     for piece in calls.pieces(text, is_finished=is_finished):
         if isinstance(piece, str):

@@ -10,14 +10,7 @@ TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 def read_tool_use(state: ServerState, fields: Fields) -> ToolUse | None:
-    """Read `tools`, `tool_choice` and `parallel_tool_calls`.
-
-    Returns:
-        The request's use of tools, None where calls are not requested.
-
-    Raises:
-        RequestError: naming the field.
-    """
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`."""
     llm = state.llm
     model = ToolModel(llm.tokenizer, state.tool_format, llm.resolved.vocab_size, "--tool-call-parser")
     return model.read(*(fields.get(name) for name in TOOL_FIELDS))

@@ -22,11 +22,7 @@ def bind_server(config: ServerConfig) -> socket.socket:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound but does not listen yet: connections are refused until the model is loaded.
-
-    Raises:
-        ConfigError: the address is not available.
-    """
+    """Return a socket that is bound but does not listen yet: connections are refused until the model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -44,11 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """Return a Unix domain socket that is bound but does not listen yet; a file that no server uses is replaced.
-
-    Raises:
-        ConfigError: another server listens there, the file is no socket, or the system has no such sockets.
-    """
+    """Return a Unix domain socket that is bound but does not listen yet; a file that no server uses is replaced."""
     if not hasattr(socket, "AF_UNIX"):
         raise ConfigError("uds needs Unix domain sockets, which this system lacks", field="uds")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -66,15 +58,7 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
-    """Return the context of encrypted connections; None without a certificate.
-
-    Args:
-        certfile: file of the certificate chain, in PEM.
-        keyfile: file of its private key; None where `certfile` has the key too.
-
-    Raises:
-        ConfigError: the files cannot be read, or do not belong together.
-    """
+    """Return the context of encrypted connections; None without a certificate."""
     if certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -36,15 +36,7 @@ RESET_AFTER_S = 0.1
 
 
 class Connections:
-    """The open connections of a server.
-
-    Args:
-        limit: maximum number of open connections.
-        receive_timeout_s: time limit for a request to arrive, extended at `MIN_UPLOAD_RATE`; it also applies to the
-            first request of a connection.
-        send_timeout_s: time limit for a client to read some of the data that is sent to it.
-        keep_alive_timeout_s: time that a connection stays open after an answer.
-    """
+    """The open connections of a server."""
 
     def __init__(
         self, limit: int, receive_timeout_s: float, send_timeout_s: float, keep_alive_timeout_s: float
@@ -62,11 +54,7 @@ class Connections:
         self._uploading: dict[Connection, None] = {}
 
     def make_room(self) -> bool:
-        """Make room for one more connection by closing one without a complete request.
-
-        Returns:
-            False where all connections have complete requests.
-        """
+        """Make room for one more connection by closing one without a complete request."""
         if len(self._open) + len(self._opening) < self.limit:
             return True
         connection = next(iter(self._idle), None) or next(iter(self._uploading), None)
@@ -127,12 +115,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """One connection.
-
-    Args:
-        connections: open connections of the server.
-        options: uvicorn's arguments of a protocol.
-    """
+    """One connection."""
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
@@ -170,9 +153,6 @@ class Connection(H11Protocol):
         A client that has closed both halves looks the same until data is sent to it: an interim response. Where a proxy
         forwards bytes, the proxy's kernel takes the first interim response and only the next one fails; so interim
         responses are sent until the answer begins.
-
-        Returns:
-            False where nothing is left to answer; the connection is then closed.
         """
         if self._is_half_closed:
             return True  # asyncio calls again after reading was resumed
@@ -340,12 +320,7 @@ class StrictConnection(h11.Connection):
         self._num_bytes = 0
 
     def next_event(self) -> Any:
-        """Return the next event.
-
-        Raises:
-            h11.RemoteProtocolError: the bytes are not HTTP; a chunked body has a length too, or is sent with HTTP/1.0;
-                the headers have more than `MAX_HEAD` bytes; or chunks have less than `MIN_MEAN_CHUNK` bytes on average.
-        """
+        """Return the next event."""
         if self.their_state is h11.IDLE and self._has_long_head():
             raise h11.RemoteProtocolError(f"the request line and headers have more than {MAX_HEAD} bytes")
         event = super().next_event()

@@ -43,17 +43,7 @@ class StreamReply(Protocol):
 
 
 class DirectEvents:
-    """Writes the events of one answer.
-
-    Args:
-        reply: protocol of the answer.
-        count: number of its tokens.
-        merger: its merged streams, which are read by its task.
-        text_chunk: see `ResponseBuilder`; None makes every chunk anew.
-
-    Attributes:
-        writer: writer of the answer's body, once its first event was sent; None before and after.
-    """
+    """Writes the events of one answer."""
 
     __slots__ = ("_count", "_frames", "_json", "_merger", "_reply", "_text_chunk", "writer")
 

@@ -23,11 +23,7 @@ FIRST_PIECE_S = 0.0005
 
 
 class JsonArray:
-    """An array whose items are made while it is written; each item is written in one step of the event loop.
-
-    Args:
-        items: items, read once; each may contain a `JsonArray` too.
-    """
+    """An array whose items are made while it is written; each item is written in one step of the event loop."""
 
     __slots__ = ("items",)
 
@@ -36,11 +32,7 @@ class JsonArray:
 
 
 class JsonWriter:
-    """Writes JSON without white space.
-
-    Args:
-        ascii_only: True where all other characters are escaped.
-    """
+    """Writes JSON without white space."""
 
     def __init__(self, *, ascii_only: bool) -> None:
         self._arrays: list[JsonArray] = []
@@ -50,11 +42,7 @@ class JsonWriter:
         self._dumps = encoder.encode
 
     def parts(self, value: Any) -> Iterator[str]:
-        """Yield a value's text in small parts.
-
-        Raises:
-            ValueError: a number that JSON cannot represent.
-        """
+        """Yield a value's text in small parts."""
         text = self._dumps(value)
         if not self._arrays:
             yield text
@@ -79,13 +67,7 @@ class JsonWriter:
 
 
 async def paced(parts: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[bytes, None]:
-    """Join the parts of a text into pieces, and yield to the event loop between two pieces.
-
-    Args:
-        parts: parts of the text.
-        turns: lock that is held for each piece after the first, so that all long texts together take half of the event
-            loop's time, and block it no longer than one text does.
-    """
+    """Join the parts of a text into pieces, and yield to the event loop between two pieces."""
     piece, rest = first_piece(parts)
     if piece:
         yield piece
@@ -127,13 +109,7 @@ def _next_piece(parts: Iterator[str], seconds: float) -> tuple[bytes, bool]:
 
 
 class JsonAnswer:
-    """A response of JSON; a short one goes out at once, a long one as it is written.
-
-    Args:
-        body: body of the answer.
-        turns: lock of `paced`; one for all answers of a server.
-        at_end: function that is called when sending has ended, complete or not.
-    """
+    """A response of JSON; a short one goes out at once, a long one as it is written."""
 
     def __init__(self, body: Mapping[str, Any], turns: asyncio.Lock, at_end: Callable[[], None]) -> None:
         self._body = body

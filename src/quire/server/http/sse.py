@@ -39,12 +39,7 @@ class StreamFormat:
     end: bytes = b""
 
     def framed(self, chunk: Mapping[str, Any], writer: JsonWriter) -> Iterator[str]:
-        """Yield the text of one object in parts.
-
-        Args:
-            chunk: the object.
-            writer: its writer, which writes ASCII only: some clients split lines at U+2028 and U+0085 too.
-        """
+        """Yield the text of one object in parts."""
         if self.is_named:
             yield f"event: {chunk['type']}\n"
         if not self.is_bare:
@@ -63,14 +58,7 @@ JSON_LINES = StreamFormat(media_type="application/x-ndjson", is_bare=True, ping=
 
 
 class EventStream:
-    """A response that sends events as they come.
-
-    Args:
-        first: first events; their existence determines the status 200.
-        rest: further events; the generator is closed however the response ends.
-        media_type: content type.
-        direct: writer of further events beside those of `rest`, if any.
-    """
+    """A response that sends events as they come."""
 
     def __init__(
         self,

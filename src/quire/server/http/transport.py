@@ -14,11 +14,7 @@ BODY_WRITER: Final = "quire.body_writer"
 
 
 class CountingTransport:
-    """A transport that counts the bytes that it sends.
-
-    Args:
-        transport: transport that sends them.
-    """
+    """A transport that counts the bytes that it sends."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -51,11 +47,7 @@ class CountingTransport:
 
 
 class BodyWriter:
-    """Writes parts of the body of an answer that has begun, without a turn of the event loop.
-
-    Args:
-        cycle: request and answer.
-    """
+    """Writes parts of the body of an answer that has begun, without a turn of the event loop."""
 
     __slots__ = ("_cycle",)
 

@@ -35,12 +35,7 @@ REST_PER_COST = 39
 
 
 class Watcher:
-    """A reader of the map, with at most one event that it has not read.
-
-    Args:
-        hub: the map.
-        tenant: tenant whose requests it may see; None for all.
-    """
+    """A reader of the map, with at most one event that it has not read."""
 
     def __init__(self, hub: BlockMapHub, tenant: str | None) -> None:
         self.tenant = tenant
@@ -85,14 +80,7 @@ class Watcher:
 
 
 class BlockMapHub:
-    """The map of one engine, and its watchers.
-
-    Args:
-        llm: the engine.
-        is_over: function that returns True once all watchers are to leave.
-        first_tokens: function that returns the latest times to the first token of a tenant's requests, in seconds; of
-            None those of all.
-    """
+    """The map of one engine, and its watchers."""
 
     def __init__(
         self,
@@ -116,14 +104,7 @@ class BlockMapHub:
         self._changed_s: dict[int, float] = {}
 
     def watch(self, tenant: str | None) -> Watcher:
-        """Return a new watcher, whose first event is a snapshot.
-
-        Args:
-            tenant: tenant whose requests it may see; None for all.
-
-        Raises:
-            ApiError: 503, there are `MAX_WATCHERS`.
-        """
+        """Return a new watcher, whose first event is a snapshot."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise unavailable(f"the block map has {MAX_WATCHERS} watchers already", "too_many_watchers")
         watcher = Watcher(self, tenant)

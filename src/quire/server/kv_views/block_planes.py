@@ -36,12 +36,7 @@ class Planes(NamedTuple):
 
     @classmethod
     def of(cls, scan: BlockScan, before: Planes | None = None) -> Planes:
-        """Return the planes of a scan.
-
-        Args:
-            scan: the scan.
-            before: earlier planes of the same pools, of which the parts that are equal are taken over.
-        """
+        """Return the planes of a scan."""
         parts, starts, start = [], [], 0
         for idx, pool in enumerate(scan.pools):
             starts.append(start)
@@ -73,12 +68,7 @@ class Planes(NamedTuple):
         return cells
 
     def runs(self, cells: Iterable[int], visible: set[int] | None) -> bytes:
-        """Return cells as runs of equal ones: gap, length, state and owner, each as a LEB128 number.
-
-        Args:
-            cells: rising cells.
-            visible: numbers of the requests whose blocks are shown as they are; None for all.
-        """
+        """Return cells as runs of equal ones: gap, length, state and owner, each as a LEB128 number."""
 
         def shown(cell: int) -> tuple[int, int]:
             state, owner = self.states[cell], self.owners[cell]

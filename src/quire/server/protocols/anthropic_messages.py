@@ -107,11 +107,7 @@ def rename(field: str) -> str:
 
 
 def read_chat_fields(state: ServerState, fields: Fields) -> dict[str, Any]:
-    """Convert a request to the fields of a chat.
-
-    Raises:
-        RequestError: naming the field.
-    """
+    """Convert a request to the fields of a chat."""
     chat = {name: fields.get(name) for name in SAME_FIELDS}
     chat["messages"] = [*_read_system(fields), *_read_messages(fields)]
     stop = fields.get("stop_sequences")
@@ -230,13 +226,7 @@ def _read_choice(fields: Fields) -> dict[str, Any]:
 
 
 class MessageReply:
-    """Turns outputs into messages and their events.
-
-    Args:
-        answer_id: id of the message.
-        model: name of the model.
-        extras: contents of the answer.
-    """
+    """Turns outputs into messages and their events."""
 
     stream_format = FORMAT
 

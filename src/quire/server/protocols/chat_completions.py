@@ -104,11 +104,7 @@ async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
 
 
 def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, ChatExtras]:
-    """Read a chat request.
-
-    Raises:
-        RequestError: naming the field.
-    """
+    """Read a chat request."""
     tool_use = read_tool_use(state, fields)
     options = sampling.read_options(fields, state.llm.resolved)
     length = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
@@ -153,17 +149,7 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
 async def render_chat(
     state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool = True
 ) -> ChatPrompt:
-    """Render a conversation with the model's template.
-
-    Args:
-        state: state of the server.
-        fields: body of the request.
-        tools: tool definitions.
-        add_generation_prompt: default of the field with this name.
-
-    Raises:
-        RequestError: a malformed conversation, or one that the template refuses.
-    """
+    """Render a conversation with the model's template."""
     if state.llm.tokenizer is None:
         raise UnsupportedFeature("messages", "this server runs without a tokenizer")
     kwargs = fields.get("chat_template_kwargs")
@@ -189,13 +175,7 @@ async def _prompts(
 
 
 class ChatReply:
-    """Turns outputs into the JSON of chat completions, with reasoning, and tool calls where they are requested.
-
-    Args:
-        head: fields that are the same in every chunk.
-        extras: contents in addition to the text.
-        names: names of tokens.
-    """
+    """Turns outputs into the JSON of chat completions, with reasoning, and tool calls where they are requested."""
 
     def __init__(self, head: Mapping[str, Any], extras: ChatExtras, names: TokenNames) -> None:
         self._head = dict(head)

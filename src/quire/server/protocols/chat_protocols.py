@@ -42,32 +42,14 @@ async def answer_chat(
     rename: Callable[[str], str],
     read: Callable[[ServerState, Fields], tuple[GenerationRequest, ChatExtras]] = read_chat,
 ) -> ASGIApp:
-    """Run a chat of another protocol and return its response.
-
-    Args:
-        state: state of the server.
-        request: HTTP request, whose body was read.
-        chat: the chat in the form of `/v1/chat/completions`.
-        make_reply: function that makes the protocol's reply.
-        answer_id: id of the answer.
-        rename: function that returns the protocol's name of a field of `chat`.
-        read: reader of `chat`.
-
-    Raises:
-        RequestError: naming the protocol's field.
-        ApiError: as in `generation.run`.
-    """
+    """Run a chat of another protocol and return its response."""
     with renaming(rename):
         job, extras = read(state, Fields(chat))
         return await run(state, request, job, make_reply(extras), answer_id)
 
 
 def thinking_switch(is_on: bool | None) -> dict[str, Any]:
-    """Return the field of a chat that switches thinking; a template without a switch does not use it.
-
-    Args:
-        is_on: the client's wish; None has none.
-    """
+    """Return the field of a chat that switches thinking; a template without a switch does not use it."""
     return {} if is_on is None else {"chat_template_kwargs": {"enable_thinking": is_on}}
 
 
@@ -82,11 +64,7 @@ class Reasoning(NamedTuple):
 
 
 class SampleParts:
-    """Splits the output of a chat's one sample into reasoning, content and calls, in the order of the output.
-
-    Args:
-        extras: contents of the answer.
-    """
+    """Splits the output of a chat's one sample into reasoning, content and calls, in the order of the output."""
 
     def __init__(self, extras: ChatExtras) -> None:
         self._calls = None if extras.tool_use is None else SampleCalls(extras.tool_use)
@@ -94,12 +72,7 @@ class SampleParts:
         self._shows_reasoning = extras.reasoning is not None and bool(extras.reasoning.names)
 
     def add(self, output: CompletionOutput, prompt_ids: Sequence[int]) -> list[Piece | Reasoning]:
-        """Return the pieces that a delta of the output, or the whole of it, completes.
-
-        Args:
-            output: the new output.
-            prompt_ids: tokens of the prompt, which tell whether the output begins inside reasoning.
-        """
+        """Return the pieces that a delta of the output, or the whole of it, completes."""
         reasoning, text = self._splitter.add(output.index, prompt_ids, output.text, is_finished=output.finished)
         pieces: list[Piece | Reasoning] = [Reasoning(reasoning)] if reasoning and self._shows_reasoning else []
         if self._calls is None:
@@ -118,16 +91,7 @@ class SampleParts:
 
 
 def read_list(value: object, name: str, what: str) -> list[Any]:
-    """Return a field that is a list of a chat's messages or items.
-
-    Args:
-        value: value of the field.
-        name: name of the field.
-        what: its items, for the message.
-
-    Raises:
-        InvalidParameter: it is not a list, is empty, or is longer than a conversation may be.
-    """
+    """Return a field that is a list of a chat's messages or items."""
     if not isinstance(value, list):
         raise InvalidParameter(name, value, f"a list of {what}")
     if not 0 < len(value) <= MAX_MESSAGES:
@@ -136,22 +100,14 @@ def read_list(value: object, name: str, what: str) -> list[Any]:
 
 
 def read_object(value: object, name: str) -> Fields:
-    """Return an object with typed access.
-
-    Raises:
-        InvalidParameter: it is none.
-    """
+    """Return an object with typed access."""
     if not isinstance(value, dict):
         raise InvalidParameter(name, value, "an object")
     return Fields(value, f"{name}.")
 
 
 def required_text(fields: Fields, field: str) -> str:
-    """Return a string that must be there.
-
-    Raises:
-        InvalidParameter: it is absent, or not a string.
-    """
+    """Return a string that must be there."""
     value = fields.text(field)
     if value is None:
         raise InvalidParameter(fields.name(field), None, "a string")
@@ -159,17 +115,7 @@ def required_text(fields: Fields, field: str) -> str:
 
 
 def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
-    """Return text that is a string or a list of text parts.
-
-    Args:
-        value: value of the field.
-        name: name of the field.
-        kinds: the protocol's types of text parts.
-
-    Raises:
-        InvalidParameter: it is neither.
-        UnsupportedFeature: a part is not text.
-    """
+    """Return text that is a string or a list of text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -186,18 +132,7 @@ def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
 
 
 def read_tools(given: object, kinds: tuple[Any, ...], refusal: str, read: Callable[[Fields], dict[str, Any]]) -> object:
-    """Return tools in a chat's form; what is malformed stays, for the chat's own reader to refuse.
-
-    Args:
-        given: value of the field `tools`.
-        kinds: types of the tools that are functions of the client.
-        refusal: reason for the refusal of other types, after the type.
-        read: function that returns the function of a tool, as a chat has it.
-
-    Raises:
-        InvalidParameter: a tool is not an object.
-        UnsupportedFeature: a tool has another type.
-    """
+    """Return tools in a chat's form; what is malformed stays, for the chat's own reader to refuse."""
     if not isinstance(given, list):
         return given
     tools = []
@@ -211,12 +146,7 @@ def read_tools(given: object, kinds: tuple[Any, ...], refusal: str, read: Callab
 
 
 def arguments_object(arguments: str) -> dict[str, Any] | None:
-    """Return the arguments of a call as an object that can be written again.
-
-    Returns:
-        The object; None where the text is not a whole one, since the output ended inside the call, or where it has
-        what JSON cannot write: a number that a double cannot hold, half of a surrogate pair, or too great a depth.
-    """
+    """Return the arguments of a call as an object that can be written again."""
     try:
         value = parse(arguments.encode())
         json.dumps(value, allow_nan=False)

@@ -92,11 +92,7 @@ async def completions(state: ServerState, request: Request) -> ASGIApp:
 
 
 def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationRequest, CompletionExtras, list[Prompt]]:
-    """Read a completion request.
-
-    Raises:
-        RequestError: naming the field.
-    """
+    """Read a completion request."""
     prompts = read_prompts(fields.get("prompt"), max_prompts(state))
     options = sampling.read_options(fields, state.llm.resolved)
     max_tokens = fields.integer("max_tokens", 0, 2**31 - 1)
@@ -158,12 +154,7 @@ FORMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 def read_prompts(value: object, limit: int, field: str = "prompt") -> list[Prompt]:
-    """Return the prompts of a request in their four forms: text, texts, token ids, lists of token ids.
-
-    Raises:
-        InvalidParameter: the value has none of the four forms, or too many prompts; the error names the first item that
-            differs in form from those before it.
-    """
+    """Return the prompts of a request in their four forms: text, texts, token ids, lists of token ids."""
     allowed = "a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"
     if isinstance(value, str):
         return [value]
@@ -199,16 +190,7 @@ class _Part(NamedTuple):
 
 
 class CompletionReply:
-    """Turns outputs into the JSON of completions.
-
-    Args:
-        head: `id`, `object`, `created` and `model`, the same in every chunk.
-        prompts: prompts in the request.
-        n: number of samples of each prompt.
-        extras: contents in addition to the output.
-        names: names of tokens.
-        tokenizer: the model's, None where the server runs without one.
-    """
+    """Turns outputs into the JSON of completions."""
 
     def __init__(
         self,

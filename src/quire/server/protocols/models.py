@@ -36,18 +36,7 @@ async def show_model(state: ServerState, request: Request) -> Response:
 async def read_fields(
     state: ServerState, request: Request, unsupported: Mapping[str, Refusal], known: Collection[str]
 ) -> Fields:
-    """Return the fields of a request for the served model or one of its adapters.
-
-    Args:
-        state: state of the server.
-        request: HTTP request.
-        unsupported: fields that are refused, see `Fields.refuse`.
-        known: fields that the route knows; others are ignored, and logged.
-
-    Raises:
-        RequestError: the body is no object, or a field is refused.
-        ApiError: 404, neither the model nor an adapter of it.
-    """
+    """Return the fields of a request for the served model or one of its adapters."""
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(unsupported)
     fields.log_unknown(known)

@@ -120,21 +120,13 @@ async def generate(state: ServerState, request: Request) -> ASGIApp:
 
 
 def read_conversation(fields: Fields) -> dict[str, Any]:
-    """Convert the fields of `/api/chat` to those of a chat.
-
-    Raises:
-        RequestError: naming the field.
-    """
+    """Convert the fields of `/api/chat` to those of a chat."""
     messages = list(_read_messages(fields.get("messages")))
     return read_chat_fields(fields) | {"messages": messages, "tools": fields.get("tools")}
 
 
 def read_prompt(fields: Fields) -> dict[str, Any]:
-    """Convert the fields of `/api/generate` to those of a chat, or of a completion where the prompt is raw.
-
-    Raises:
-        RequestError: naming the field.
-    """
+    """Convert the fields of `/api/generate` to those of a chat, or of a completion where the prompt is raw."""
     prompt, system = fields.text("prompt"), fields.text("system")
     if fields.flag("raw"):
         return read_chat_fields(fields) | {"prompt": prompt}
@@ -220,11 +212,7 @@ def rename(field: str) -> str:
 
 
 def read_chat_fields(fields: Fields) -> dict[str, Any]:
-    """Convert the fields of both routes to those of a chat.
-
-    Raises:
-        RequestError: naming the field.
-    """
+    """Convert the fields of both routes to those of a chat."""
     given = {name: fields.get(name) for name in OWN_OPTIONS}
     given["stream"] = fields.flag("stream", True)
     options = fields.object("options") or Fields({}, "options.")
@@ -291,12 +279,7 @@ def _read_raw(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
 
 
 class ChatLines:
-    """Turns outputs into the lines of `/api/chat`; a call is a part of one line, as soon as it is whole.
-
-    Args:
-        model: name of the model.
-        extras: contents of the answer.
-    """
+    """Turns outputs into the lines of `/api/chat`; a call is a part of one line, as soon as it is whole."""
 
     stream_format = sse.JSON_LINES
 

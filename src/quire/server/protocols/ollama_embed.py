@@ -34,11 +34,7 @@ Build = Callable[[list[tuple[float, ...]], TokenCount], dict[str, Any]]
 
 
 class EmbeddingsReply:
-    """Turns pooled results into the answer of a route, which is never streamed.
-
-    Args:
-        build: see `Build`.
-    """
+    """Turns pooled results into the answer of a route, which is never streamed."""
 
     stream_format = sse.JSON_LINES
 

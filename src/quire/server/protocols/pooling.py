@@ -38,12 +38,7 @@ Build = Callable[[list[tuple[float, ...]]], dict[str, Any]]
 
 
 class PooledReply:
-    """Turns the results of pooled requests into an answer, which is never streamed.
-
-    Args:
-        head: fields that every answer has.
-        build: see `Build`.
-    """
+    """Turns the results of pooled requests into an answer, which is never streamed."""
 
     def __init__(self, head: Mapping[str, Any], build: Build) -> None:
         self._head = head

@@ -114,11 +114,7 @@ class InputReader:
         return field
 
     def read(self, fields: Fields) -> None:
-        """Read `instructions` and `input`.
-
-        Raises:
-            RequestError: naming the item and the field.
-        """
+        """Read `instructions` and `input`."""
         instructions = fields.text("instructions")
         if instructions is not None:
             self._add({"role": "system", "content": instructions}, "instructions")
@@ -181,11 +177,7 @@ class InputReader:
 
 
 def read_chat_fields(fields: Fields, reader: InputReader) -> dict[str, Any]:
-    """Convert a request to the fields of a chat.
-
-    Raises:
-        RequestError: naming the field.
-    """
+    """Convert a request to the fields of a chat."""
     reader.read(fields)
     chat = {name: fields.get(name) for name in SAME_FIELDS}
     chat |= {"messages": reader.messages, "max_tokens": fields.get("max_output_tokens")}
@@ -232,11 +224,7 @@ def _flat(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_head(fields: Fields, answer_id: str, model: str) -> dict[str, Any]:
-    """Return the fields of a response that are known before its output.
-
-    Raises:
-        InvalidParameter: a field that the response repeats has a number that JSON cannot write.
-    """
+    """Return the fields of a response that are known before its output."""
     for name in (*REPEATED, "metadata", "tools", "tool_choice"):
         try:
             json.dumps(fields.get(name), allow_nan=False)
@@ -260,12 +248,7 @@ def response_head(fields: Fields, answer_id: str, model: str) -> dict[str, Any]:
 
 
 class ResponseReply:
-    """Turns outputs into a response and its events.
-
-    Args:
-        head: fields of the response that are known before its output.
-        extras: contents of the answer.
-    """
+    """Turns outputs into a response and its events."""
 
     stream_format = sse.NAMED_EVENTS
 

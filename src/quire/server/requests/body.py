@@ -16,12 +16,7 @@ MAX_LONG_BODIES = 32
 
 
 class BodyReader:
-    """Reads bodies; long ones are parsed in threads and processes.
-
-    Args:
-        max_bytes: maximum length of a body.
-        max_integers: maximum length of a list of integers in a body.
-    """
+    """Reads bodies; long ones are parsed in threads and processes."""
 
     def __init__(self, max_bytes: int, max_integers: int) -> None:
         self.max_bytes = max_bytes
@@ -33,24 +28,12 @@ class BodyReader:
         self._num_bytes = 0
 
     async def read_object(self, request: Request) -> dict[str, Any]:
-        """Read a body as one JSON object.
-
-        Args:
-            request: request whose body is unread.
-
-        Raises:
-            ApiError: 415, the content type is not JSON; 413, the body is too long; 400, it is not a JSON object in
-                UTF-8, or exceeds a limit.
-        """
+        """Read a body as one JSON object."""
         check_json(request)
         return await self.parse_object(await _read(request, self.max_bytes))
 
     async def parse_object(self, raw: bytes) -> dict[str, Any]:
-        """Parse a body.
-
-        Raises:
-            ApiError: 400 with the reason; 503, too many long bodies wait to be parsed.
-        """
+        """Parse a body."""
         try:
             body = parse(raw) if len(raw) <= FEW_BYTES else await self._parse_apart(raw)
         except BadJSON as error:
@@ -83,11 +66,7 @@ class BodyReader:
 
 
 def check_json(request: Request) -> None:
-    """Check that the content type of a request is JSON.
-
-    Raises:
-        ApiError: 415, it is not.
-    """
+    """Check that the content type of a request is JSON."""
     # Pages of other sites can send plain text to a server on this machine, but not this content type.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":

@@ -11,11 +11,7 @@ from quire.server.requests.fields import Fields
 
 @contextmanager
 def renaming(rename: Callable[[str], str]) -> Iterator[None]:
-    """Let an error that is raised within the context name its field as the client does.
-
-    Args:
-        rename: function that returns the client's name of a field.
-    """
+    """Let an error that is raised within the context name its field as the client does."""
     try:
         yield
     except RequestError as error:
@@ -23,10 +19,6 @@ def renaming(rename: Callable[[str], str]) -> Iterator[None]:
 
 
 def naming_prompt(fields: Fields) -> AbstractContextManager[None]:
-    """Let an error about the prompt that is raised within the context name the client's field.
-
-    Args:
-        fields: body of the request, with a prompt, or with messages that were rendered as one.
-    """
+    """Let an error about the prompt that is raised within the context name the client's field."""
     name = "prompt" if fields.get("messages") is None else "messages"
     return renaming(lambda field: name if field in ("prompt", "prompt_token_ids") else field)

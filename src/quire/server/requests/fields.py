@@ -22,12 +22,7 @@ Refusal = tuple[tuple[Any, ...], str]
 
 
 class Fields:
-    """A JSON object with typed access to its fields.
-
-    Args:
-        values: the object.
-        path: path of the object in the body, for example "messages[0]."; every error names it.
-    """
+    """A JSON object with typed access to its fields."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = values
@@ -46,11 +41,7 @@ class Fields:
         return dict(self._values)
 
     def flag(self, field: str, default: bool = False) -> bool:
-        """Return a boolean.
-
-        Raises:
-            InvalidParameter: anything else.
-        """
+        """Return a boolean."""
         value = self.get(field)
         if value is None:
             return default
@@ -59,22 +50,14 @@ class Fields:
         return value
 
     def text(self, field: str) -> str | None:
-        """Return a string, None when absent.
-
-        Raises:
-            InvalidParameter: anything else.
-        """
+        """Return a string, None when absent."""
         value = self.get(field)
         if value is not None and not isinstance(value, str):
             raise InvalidParameter(self.name(field), value, "a string")
         return value
 
     def integer(self, field: str, low: int, high: int) -> int | None:
-        """Return an integer of `[low, high]`, None when absent.
-
-        Raises:
-            InvalidParameter: anything else; a boolean is not an integer.
-        """
+        """Return an integer of `[low, high]`, None when absent."""
         value = self.get(field)
         if value is None:
             return None
@@ -83,11 +66,7 @@ class Fields:
         return value
 
     def object(self, field: str) -> Fields | None:
-        """Return an inner object, None when absent.
-
-        Raises:
-            InvalidParameter: anything else.
-        """
+        """Return an inner object, None when absent."""
         value = self.get(field)
         if value is None:
             return None
@@ -96,11 +75,7 @@ class Fields:
         return Fields(value, f"{self.name(field)}.")
 
     def refuse(self, unsupported: Mapping[str, Refusal]) -> None:
-        """Refuse every field of the table that has another value than its neutral ones.
-
-        Raises:
-            UnsupportedFeature: naming the field and why.
-        """
+        """Refuse every field of the table that has another value than its neutral ones."""
         for field, (neutral, why) in unsupported.items():
             value = self.get(field)
             # The type counts too: 0 and False are equal in Python.

@@ -24,12 +24,7 @@ FREE_BYTES = 64 << 10
 
 
 class Intake:
-    """ASGI middleware between the guard and the routes, which limits uploads.
-
-    Args:
-        app: the routes.
-        state: state of the server.
-    """
+    """ASGI middleware between the guard and the routes, which limits uploads."""
 
     def __init__(self, app: ASGIApp, *, state: ServerState) -> None:
         self._app = app
@@ -40,11 +35,7 @@ class Intake:
         self._num_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on.
-
-        Raises:
-            QueueFull: the queue has no slot; the body was not read.
-        """
+        """Pass a request on."""
         # Reading, parsing and checking the body of a refused request would cost more than the answer.
         if scope["path"] in GENERATING and scope["method"] == "POST" and not self._state.is_draining:
             self._state.llm.check_room()
@@ -85,11 +76,7 @@ class Intake:
 
 
 class Upload:
-    """A request's body while it arrives.
-
-    Attributes:
-        num_bytes: number of bytes that have arrived.
-    """
+    """A request's body while it arrives."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -98,11 +85,7 @@ class Upload:
         self._timeout: asyncio.Timeout | None = None
 
     async def receive(self, receive: Receive) -> Message:
-        """Return the next message.
-
-        Raises:
-            ApiError: 503, the upload was ended.
-        """
+        """Return the next message."""
         message: Message = {}
         if not self._is_ended:
             with contextlib.suppress(TimeoutError):

@@ -27,14 +27,7 @@ OTHER = "other"
 
 
 class RequestRecorder:
-    """ASGI middleware around all others, which records each request after its answer.
-
-    Args:
-        app: the application.
-        state: state of the server.
-        tracer: maker of the requests' spans, None without tracing.
-        paths: paths of the routes; a parameter, like `{name}`, is at the end.
-    """
+    """ASGI middleware around all others, which records each request after its answer."""
 
     def __init__(self, app: ASGIApp, *, state: ServerState, tracer: RequestTracer | None, paths: Iterable[str]) -> None:
         self._app = app

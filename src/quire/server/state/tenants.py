@@ -10,12 +10,7 @@ from quire.server.settings import ServerConfig
 
 
 def read_tenant(config: ServerConfig, request: Request) -> str | None:
-    """Return the tenant of a request, None where all clients are one tenant.
-
-    Raises:
-        ApiError: 400, the header is missing, empty, too long or repeated: a request must not get a namespace by
-            accident, or another tenant's by a header in addition to the gateway's.
-    """
+    """Return the tenant of a request, None where all clients are one tenant."""
     name = config.tenant_header
     if name is None:
         return None

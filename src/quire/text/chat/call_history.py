@@ -22,12 +22,7 @@ class Arguments(dict[str, Any]):
 
 
 def put_calls_in_form(messages: list[dict[str, Any]], source: str) -> None:
-    """Bring the calls of messages into the form that a template expects: into the content where it writes none.
-
-    Args:
-        messages: messages in the form of `normalise_messages`; they are changed.
-        source: the template.
-    """
+    """Bring the calls of messages into the form that a template expects: into the content where it writes none."""
     is_written = writes_no_calls(source)
     for message in messages:
         calls = message.get("tool_calls", [])

@@ -208,12 +208,7 @@ class ChatTemplate:
         return used
 
     def _with_source(self, source: str) -> ChatTemplate:
-        """Return another template with this one's special tokens and processes.
-
-        Raises:
-            RequestError: it cannot be compiled; the error's field is `chat_template`.
-            WorkerError: the process that compiles does not start.
-        """
+        """Return another template with this one's special tokens and processes."""
         tokens = dict(self._special_tokens)
         bos, eos = tokens.pop("bos_token"), tokens.pop("eos_token")
         template = ChatTemplate(
@@ -277,11 +272,7 @@ class ChatTemplate:
             return {}
 
     def _require_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Check that the template writes the content of each message.
-
-        Raises:
-            UnsupportedFeature: it writes no content of a role.
-        """
+        """Check that the template writes the content of each message."""
         for idx, message in enumerate(messages):
             if message["content"] and self._forms.get(message["role"], STRING) == NOWHERE:
                 why = f"the model's chat template does not write content of the role {message['role']}"
@@ -300,11 +291,7 @@ class ChatTemplate:
 
 
 def _sanitized(messages: Sequence[Message], sanitizing: str) -> list[bool]:
-    """Return for each message whether its texts may not become control tokens.
-
-    Raises:
-        InvalidParameter: a message's field is no flag, or asks for what is not allowed.
-    """
+    """Return for each message whether its texts may not become control tokens."""
     sanitized = []
     for idx, message in enumerate(messages):
         wish = message.get(SANITIZE)

@@ -27,12 +27,7 @@ Write = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 
 
 def in_form(texts: Sequence[str], form: str) -> str | list[dict[str, str]] | None:
-    """Return content in the form that a template reads.
-
-    Args:
-        texts: texts of the parts; the only one where the content was a string.
-        form: `PARTS`, `NONE`, or another form for a string.
-    """
+    """Return content in the form that a template reads."""
     if form == NONE:
         return None
     return [{"type": "text", "text": text} for text in texts] if form == PARTS else "".join(texts)
@@ -59,12 +54,7 @@ def find_forms(write: Write) -> dict[str, str]:
 
 
 def _first_written(tried: Iterable[tuple[str, Iterable[list[dict[str, Any]]]]], write: Write) -> str | None:
-    """Return the first form with a conversation whose word is written; `NOWHERE` without one, None if all are refused.
-
-    Args:
-        tried: forms, and conversations with content in this form.
-        write: function that writes a conversation.
-    """
+    """Return the first form with a conversation whose word is written; `NOWHERE` without one, None if all are refused."""
     is_accepted = False
     for form, conversations in tried:
         for messages, tools in product(conversations, (None, [TOOL])):

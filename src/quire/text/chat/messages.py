@@ -28,14 +28,6 @@ def normalise_messages(messages: Sequence[Message], forms: Mapping[str, str] = A
     Content becomes one string (a list of text parts is joined, an absent one is "") or a list of text parts, the role
     `developer` becomes `system`, and the arguments of tool calls become objects. Fields that templates do not read are
     left out.
-
-    Args:
-        messages: messages of a client.
-        forms: form of the content by role (see `quire.text.chat.content_forms`); roles that are not there have strings.
-
-    Raises:
-        InvalidParameter: naming the message and the field.
-        UnsupportedFeature: a part is not text.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidParameter("messages", messages, "a list of messages")

@@ -73,13 +73,7 @@ class TemplateText(NamedTuple):
 
 
 class Renderer:
-    """Renders templates. Processes start when they are needed, and end with this object. Thread-safe.
-
-    Args:
-        timeout_s: time limit of one rendering.
-        memory_bytes: memory limit of a process.
-        max_chars: maximum length of the rendered text.
-    """
+    """Renders templates. Processes start when they are needed, and end with this object. Thread-safe."""
 
     def __init__(
         self,
@@ -95,42 +89,17 @@ class Renderer:
         self.processes = ProcessPool(lambda: BoundedProcess(program, b"", memory_bytes), MAX_PROCESSES)
 
     def render(self, source: str, variables: TemplateVariables, now: datetime, marked: MarkedTexts | None) -> Rendered:
-        """Return the rendered text of a template.
-
-        Args:
-            source: the template.
-            variables: its variables, as JSON values.
-            now: current time, for templates that write it.
-            marked: characters and texts that get marks in the texts of clients; None for none.
-
-        Raises:
-            RequestError: the template cannot be compiled, fails, refuses the variables, or exceeds a limit.
-            WorkerError: the process does not start, or this object is closed.
-        """
+        """Return the rendered text of a template."""
         kind, text = self._ask("render", source, [self._max_chars, now.isoformat(), variables, marked])
         return Rendered(text, kind in (MARKED, OTHER), kind == OTHER)
 
     def read(self, source: str) -> TemplateText:
-        """Return the names and the texts in a template's source.
-
-        Raises:
-            RequestError: the template cannot be compiled within the limits.
-            WorkerError: the process does not start, or this object is closed.
-        """
+        """Return the names and the texts in a template's source."""
         names, literals = json.loads(self._ask("read", source, None)[1])
         return TemplateText(frozenset(names), tuple(literals))
 
     def find_forms(self, source: str, fixed: Mapping[str, Any]) -> dict[str, str]:
-        """Return the form in which a template reads the content of each role; see `content_forms`.
-
-        Args:
-            source: the template.
-            fixed: variables without texts of clients.
-
-        Raises:
-            RequestError: the template cannot be compiled, or exceeds a limit.
-            WorkerError: the process does not start, or this object is closed.
-        """
+        """Return the form in which a template reads the content of each role; see `content_forms`."""
         forms: dict[str, str] = json.loads(self._ask("find_forms", source, [self._max_chars, fixed])[1])
         return forms
 

@@ -50,12 +50,7 @@ class _Span(NamedTuple):
 
 
 class SanitizedTexts:
-    """Tokenizes the rendered conversations of one tokenizer.
-
-    Args:
-        library: the tokenizer.
-        encode: function that tokenizes a text at once, without special tokens around it.
-    """
+    """Tokenizes the rendered conversations of one tokenizer."""
 
     def __init__(self, library: tokenizers.Tokenizer, encode: Callable[[str], list[int]]) -> None:
         self.library = library
@@ -101,24 +96,13 @@ class SanitizedTexts:
 
 
 class _PromptEncoder:
-    """Tokenizes the parts of one prompt.
-
-    Args:
-        texts: the tokenizer.
-        text: the prompt.
-        marked: the prompt with marks.
-        control: control tokens that texts of clients may not become.
-    """
+    """Tokenizes the parts of one prompt."""
 
     def __init__(self, texts: SanitizedTexts, text: str, marked: str, control: ControlTokens) -> None:
         self._texts, self._text, self._marked, self._control = texts, text, marked, control
 
     def encode(self, start: int, end: int, lead: str) -> list[int]:
-        """Return the tokens of the text in a range, after a lead.
-
-        Raises:
-            InvalidParameter: the tokenizer has no tokens for the text but control tokens.
-        """
+        """Return the tokens of the text in a range, after a lead."""
         part, marks = self._text[start:end], self._marked[start:end]
         forbidden = list(self._control.forbidden(part, marks))
         if not forbidden and self._texts.is_literal:
@@ -133,14 +117,7 @@ class _PromptEncoder:
         return _WithoutControl(self._texts, self._control, used)
 
     def _written(self, lead: str, part: str, marks: str, forbidden: list[tuple[int, int]]) -> list[_Span]:
-        """Return the control tokens of a part that the template wrote, as the tokenizer finds them.
-
-        Args:
-            lead: text before the part.
-            part: the part.
-            marks: the part with marks.
-            forbidden: ranges of texts of clients that are no control tokens.
-        """
+        """Return the control tokens of a part that the template wrote, as the tokenizer finds them."""
         chars = [*part]
         spans: list[_Span] = []
         for _ in range(MAX_TRIES):
@@ -180,13 +157,7 @@ class _PromptEncoder:
 
 
 class _WithoutControl:
-    """A tokenizer without its control tokens, with characters that stand for those of the template.
-
-    Args:
-        texts: the tokenizer with them.
-        control: the control tokens.
-        used: characters that stand for themselves.
-    """
+    """A tokenizer without its control tokens, with characters that stand for those of the template."""
 
     def __init__(self, texts: SanitizedTexts, control: ControlTokens, used: set[str]) -> None:
         self._texts, self._control = texts, control
@@ -200,17 +171,7 @@ class _WithoutControl:
         self._stand_ins: dict[int, str] = {}
 
     def encode(self, lead: str, part: str, spans: Sequence[_Span]) -> list[int]:
-        """Return the tokens of a part of the text, after a lead.
-
-        Args:
-            lead: text before the part.
-            part: the part.
-            spans: the control tokens in it.
-
-        Raises:
-            InvalidParameter: the tokenizer has no tokens for the text but other control tokens, or the text has too
-                many characters for private use.
-        """
+        """Return the tokens of a part of the text, after a lead."""
         pieces, end = [lead], 0
         for span in spans:
             pieces += (part[end : span.start], self._stand_in(span.token_id))
@@ -246,11 +207,7 @@ class _WithoutControl:
         return token is not None and token_id not in self._texts.unknown and self._control.has(token.content)
 
     def _spelled(self, token_id: int) -> list[int]:
-        """Return other tokens of the text of a control token.
-
-        Raises:
-            InvalidParameter: there are none.
-        """
+        """Return other tokens of the text of a control token."""
         token, model = str(self._texts.library.id_to_token(token_id)), self._texts.library.model
         for pos in range(1, len(token)):
             token_ids = [each.id for part in (token[:pos], token[pos:]) for each in model.tokenize(part)]

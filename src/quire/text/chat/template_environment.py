@@ -20,12 +20,7 @@ KEEPING = ("join", "replace", "truncate", "wordwrap", "title", "indent", "center
 
 
 class TemplateState:
-    """State that templates see while one of them is rendered.
-
-    Attributes:
-        now: the time.
-        marks: marks in the texts of clients; None where they have none.
-    """
+    """State that templates see while one of them is rendered."""
 
     def __init__(self) -> None:
         self.now = datetime.min

@@ -18,11 +18,7 @@ def writes_no_calls(source: str) -> bool:
 
 
 def written_calls(calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return calls as the model writes them.
-
-    Args:
-        calls: calls in the form of `normalise_messages`.
-    """
+    """Return calls as the model writes them."""
     return f"{OPEN}[{', '.join(map(_written, calls))}]{CLOSE}"
 
 

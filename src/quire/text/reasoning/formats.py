@@ -15,15 +15,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {form.name: form for form in 
 
 
 def choose_reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """Return a model's format.
-
-    Args:
-        name: one of `REASONING_FORMATS`, "auto" for the format in the template, or "none".
-        template: source of the chat template.
-
-    Returns:
-        The format; None with "none", and where the template shows none.
-    """
+    """Return a model's format."""
     if name == "none":
         return None
     if name != "auto":

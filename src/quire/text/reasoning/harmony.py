@@ -44,11 +44,7 @@ class Harmony:
 
 
 class HarmonyParser:
-    """Parser of one output with channels; two messages of one kind have an empty line between them.
-
-    Args:
-        phase: phase in which the output begins.
-    """
+    """Parser of one output with channels; two messages of one kind have an empty line between them."""
 
     def __init__(self, phase: ThinkingPhase) -> None:
         self._held = ""

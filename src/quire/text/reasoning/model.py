@@ -41,18 +41,7 @@ class ReasoningModel:
         end_token_ids: Iterable[int],
         template: ChatTemplate | None = None,
     ) -> ReasoningModel | None:
-        """Return a model's properties; None where the format of its thinking is not known.
-
-        Args:
-            name: a format of `REASONING_FORMATS`, or vLLM's name for one; "auto" for the one in the chat template, or
-                "none".
-            tokenizer: the model's tokenizer.
-            end_token_ids: tokens that end the model's turns.
-            template: chat template of the prompts; None for the model's own.
-
-        Raises:
-            InvalidParameter: no such format.
-        """
+        """Return a model's properties; None where the format of its thinking is not known."""
         found = find_parser("reasoning_parser", name, ("auto", "none", *REASONING_FORMATS))
         if tokenizer is None or tokenizer.chat_template is None:
             return None
@@ -64,14 +53,7 @@ class ReasoningModel:
     def of(
         cls, form: ReasoningFormat, tokenizer: Tokenizer, end_token_ids: Iterable[int], header: str = ""
     ) -> ReasoningModel:
-        """Return a model's properties.
-
-        Args:
-            form: format of the model's thinking.
-            tokenizer: the model's tokenizer.
-            end_token_ids: tokens that end the model's turns.
-            header: text that the chat template writes behind the last message.
-        """
+        """Return a model's properties."""
         for marker in (form.start, form.end):
             header = header.partition(marker)[0]
         header = header.strip()
@@ -122,23 +104,13 @@ class ReasoningModel:
 
 
 class SampleReasoning:
-    """The splitter of one sample's text, incrementally or of the whole text.
-
-    Args:
-        model: the model's properties.
-        prompt_ids: tokens of the prompt, which decide whether the output begins inside thinking.
-    """
+    """The splitter of one sample's text, incrementally or of the whole text."""
 
     def __init__(self, model: ReasoningModel, prompt_ids: Sequence[int]) -> None:
         self._parser = model.form.parser(model.phase_after(prompt_ids))
 
     def add(self, text: str, *, is_finished: bool) -> ReasoningSplit:
-        """Return the reasoning and the content that new text completes.
-
-        Args:
-            text: the new text.
-            is_finished: True where the text is the last one.
-        """
+        """Return the reasoning and the content that new text completes."""
         reasoning, content = self._parser.push(text)
         if not is_finished:
             return ReasoningSplit(reasoning, content)

@@ -47,10 +47,6 @@ class TagParser:
     An output may think once, before its answer; a later opening tag is content. White space next to the tags is left
     out. An opening tag at the beginning of an output that begins inside thinking is left out too: some models repeat
     the tag that the prompt has.
-
-    Args:
-        form: the tags.
-        phase: phase in which the output begins.
     """
 
     def __init__(self, form: ReasoningTags, phase: ThinkingPhase) -> None:

@@ -47,15 +47,7 @@ class PlainSchema(NamedTuple):
 
 
 def enforceable(schema: Node, *, is_closed: bool) -> PlainSchema:
-    """Return the schema of an answer as `llguidance` compiles it.
-
-    Args:
-        schema: the schema.
-        is_closed: see `normalise`.
-
-    Raises:
-        SchemaError: a part of it cannot be enforced, or no value meets it.
-    """
+    """Return the schema of an answer as `llguidance` compiles it."""
     return as_json(normalise(schema, is_closed=is_closed, is_strict=True, abilities=JSON_COMPILER))
 
 

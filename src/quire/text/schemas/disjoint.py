@@ -10,14 +10,7 @@ MAX_DEPTH = 4
 
 
 def are_disjoint(one: Form, other: Form, states: States, depth: int = 0) -> bool:
-    """Return True where no value has both forms; False where some may.
-
-    Args:
-        one: a form.
-        other: another one.
-        states: states of the schema.
-        depth: number of forms around them.
-    """
+    """Return True where no value has both forms; False where some may."""
     if isinstance(one, Anything) or isinstance(other, Anything) or depth > MAX_DEPTH:
         return False
     if type(one) is not type(other):

@@ -40,14 +40,7 @@ class UnenforceableSchema(SchemaError):
 
 
 class Document:
-    """The parts of a schema by their places, anchors and URIs.
-
-    Args:
-        root: the schema.
-
-    Attributes:
-        later_keywords: keywords that its draft does not have.
-    """
+    """The parts of a schema by their places, anchors and URIs."""
 
     def __init__(self, root: Node) -> None:
         self.root = root
@@ -77,15 +70,7 @@ class Document:
         self._bases[id(made)] = self._bases.get(id(origin), "")
 
     def resolve(self, node: Mapping[str, Any], keyword: str) -> Node:
-        """Return the part that a reference names.
-
-        Args:
-            node: part that has the reference.
-            keyword: `$ref`, `$dynamicRef` or `$recursiveRef`.
-
-        Raises:
-            SchemaError: it names no part of this document; the message is the reason alone.
-        """
+        """Return the part that a reference names."""
         reference = node[keyword]
         if not isinstance(reference, str):
             raise SchemaError("it is not a string")

@@ -87,12 +87,7 @@ _Item = SchemaPart | _Choice | _Applied
 
 
 class Expander:
-    """Expands conjunctions of the parts of one document.
-
-    Args:
-        document: the document.
-        drop: function that is called for a keyword that cannot be enforced, with the node, the keyword and the reason.
-    """
+    """Expands conjunctions of the parts of one document."""
 
     def __init__(self, document: Document, drop: Drop) -> None:
         self.document = document
@@ -163,16 +158,7 @@ class Expander:
     def expand(
         self, nodes: Iterable[Node], parts: Sequence[SchemaPart] = (), *, has_choices: bool = True
     ) -> list[Alternative]:
-        """Return the alternatives of some schemas that a value must all meet, and of parts that it must meet too.
-
-        Args:
-            nodes: the schemas.
-            parts: the parts.
-            has_choices: False to leave out all that has alternatives.
-
-        Raises:
-            TooManyAlternatives: there are too many.
-        """
+        """Return the alternatives of some schemas that a value must all meet, and of parts that it must meet too."""
         found: list[Alternative] = []
         start: list[_Item] = [*parts, *map(_Applied, nodes)]
         left: list[tuple[list[_Item], Alternative, frozenset[int]]] = [(start[::-1], Alternative(()), frozenset())]

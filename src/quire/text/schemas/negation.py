@@ -28,13 +28,7 @@ LIMITS: Mapping[str, tuple[str, str, int]] = {
 
 
 def negated(schemas: Parts, node: Node, depth: int = 0) -> Node | None:
-    """Return a schema that exactly the values meet which do not meet a schema; None where none is known.
-
-    Args:
-        schemas: parts of the document.
-        node: the schema.
-        depth: number of schemas around it whose opposite is sought.
-    """
+    """Return a schema that exactly the values meet which do not meet a schema; None where none is known."""
     if isinstance(node, bool):
         return not node
     if depth > MAX_DEPTH:

@@ -25,18 +25,7 @@ JSON = Abilities()
 
 
 def normalise(schema: Node, *, is_closed: bool, is_strict: bool, abilities: Abilities = JSON) -> NormalSchema:
-    """Return a schema in normal form.
-
-    Args:
-        schema: the schema.
-        is_closed: True to leave out further properties of objects that declare some, unless they ask for them with
-            `additionalProperties`, `patternProperties` or `unevaluatedProperties`.
-        is_strict: True to refuse keywords that cannot be enforced, False to leave them out.
-        abilities: abilities of the grammars.
-
-    Raises:
-        SchemaError: no schema, no value meets it, or it is strict and a keyword cannot be enforced.
-    """
+    """Return a schema in normal form."""
     if not isinstance(schema, Mapping | bool):
         raise SchemaError("a schema is an object, true or false")
     try:
@@ -115,11 +104,7 @@ class _Normaliser:
         return self._expander.is_made(node)
 
     def drop(self, node: Node, keyword: str, reason: str) -> None:
-        """Leave a keyword out that cannot be enforced.
-
-        Raises:
-            SchemaError: the schema is strict.
-        """
+        """Leave a keyword out that cannot be enforced."""
         place = self._expander.document.place(node)
         if self._expander.is_opposite(node):
             # The place is that of the schema whose opposite it is, such as `properties.a.not`.

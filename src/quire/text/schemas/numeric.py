@@ -27,11 +27,7 @@ MAX_COEFFICIENT = 2**32 - 1
 
 
 def enforceable(number: Number) -> Number | None:
-    """Return a number whose limits are exact; None where there is no such number.
-
-    Raises:
-        SchemaError: a limit or a constant is beyond what can be enforced; the message is the reason.
-    """
+    """Return a number whose limits are exact; None where there is no such number."""
     if number.constants is not None:
         constants = tuple(one for one in number.constants if is_allowed(number, one))
         for one in constants:
@@ -65,9 +61,6 @@ def common_multiple(values: Sequence[float]) -> float | None:
     """Return the least number of which all multiples of all values are multiples; None for no values.
 
     The float64 is one whose digits `llguidance` reads exactly.
-
-    Raises:
-        SchemaError: it has too many digits; the message is the reason.
     """
     if not values:
         return None

@@ -71,11 +71,7 @@ class _Members:
         return self._with_names(found)
 
     def _is_closed(self, num_named: int) -> bool:
-        """Return whether further properties are left out although the schema allows them.
-
-        Args:
-            num_named: number of properties that are declared or required.
-        """
+        """Return whether further properties are left out although the schema allows them."""
         least, _ = count_limits(self.parts, "minProperties", "maxProperties")
         keys = {key for part in self.parts for key in part.keywords}
         asks = keys & {"additionalProperties", "patternProperties", "unevaluatedProperties"}

@@ -67,9 +67,6 @@ def to_rust(pattern: str) -> str:
     """Return an expression in Rust's syntax, of printable ASCII characters, slashes escaped.
 
     It matches a whole text, where the original may match a part of it.
-
-    Raises:
-        SchemaError: it is no regular expression, or has what cannot be compiled; the message is the reason.
     """
     reader = _PatternReader(pattern)
     text = reader.alternatives(0, is_whole=True).text
@@ -84,11 +81,7 @@ def quoted(text: str) -> str:
 
 
 def other_than(texts: Iterable[str]) -> str:
-    """Return the expression in Rust's syntax of all whole texts but some.
-
-    Raises:
-        SchemaError: it would be very long; the message is the reason.
-    """
+    """Return the expression in Rust's syntax of all whole texts but some."""
     names = set(texts)
     followers: dict[str, set[str]] = {}
     for name in names:
@@ -113,12 +106,7 @@ class _PatternReader:
         self.pos = 0
 
     def alternatives(self, depth: int, *, is_whole: bool = False) -> Term:
-        """Read alternatives up to a closing bracket.
-
-        Args:
-            depth: number of groups around them.
-            is_whole: True where they are the whole expression.
-        """
+        """Read alternatives up to a closing bracket."""
         if depth > MAX_DEPTH:
             raise self._error("nests too deeply")
         options = [self._sequence(depth)]

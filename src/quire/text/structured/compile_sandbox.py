@@ -26,19 +26,7 @@ READ_TOKENIZER_S = 120.0
 
 
 class CompileSandbox:
-    """A process that compiles grammars within limits of time and memory.
-
-    Args:
-        setup: setup of the grammars.
-        memory_bytes: limit of the memory that a compilation adds to the idle process.
-
-    Raises:
-        UnsupportedFeature: `llguidance` cannot read the tokenizer.
-        WorkerError: the process does not start.
-
-    Attributes:
-        num_bytes: memory that the last successful compilation added.
-    """
+    """A process that compiles grammars within limits of time and memory."""
 
     def __init__(self, setup: GrammarSetup, memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes

@@ -43,13 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Grammar:
-    """A compiled grammar: the initial matcher, which each sequence copies.
-
-    Args:
-        matcher: matcher of `llguidance` before the first token.
-        tokenizer: result of `open_tokenizer`.
-        budget: time budget of its masks.
-    """
+    """A compiled grammar: the initial matcher, which each sequence copies."""
 
     __slots__ = ("__weakref__", "_matcher", "_tokenizer", "budget")
 
@@ -67,9 +61,6 @@ class Grammar:
 
         Where the forced text spells a special token, the tokenizer returns that token, which is no text to a matcher
         and may even end the output. Such a text is cut into other tokens.
-
-        Args:
-            matcher: copy of this grammar's matcher.
         """
         # Bytes are computed much faster than tokens, and both hold the interpreter lock.
         if not 0 < len(matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES:
@@ -83,16 +74,7 @@ class Grammar:
 
 
 def open_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) -> Any:
-    """Return a tokenizer of `llguidance`; a second of work for a large vocabulary.
-
-    Args:
-        text: content of a `tokenizer.json`.
-        vocab_size: V of the logits.
-        end_token_ids: tokens that end an output; `llguidance` itself writes the first.
-
-    Raises:
-        UnsupportedFeature: `llguidance` is not installed, or cannot read the tokenizer.
-    """
+    """Return a tokenizer of `llguidance`; a second of work for a large vocabulary."""
     llguidance = import_llguidance()
     try:
         slices = [*llguidance.LLTokenizer.general_slices(), *SLICES]
@@ -105,14 +87,6 @@ def compile_grammar(tokenizer: Any, source: GrammarSource, *, is_trial: bool = F
     """Return a matcher of a grammar, before its first token.
 
     A rule that does not compile is replaced where the grammar says by which other one, with a warning.
-
-    Args:
-        tokenizer: result of `open_tokenizer`.
-        source: the grammar.
-        is_trial: True to warn of nothing.
-
-    Raises:
-        ValueError: it does not compile, or allows no first token; the message says why.
     """
     llguidance = import_llguidance()
     limits = llguidance.LLParserLimits(
@@ -182,21 +156,13 @@ def _reason(text: str) -> str:
 
 
 def check_installed() -> None:
-    """Look for `llguidance` without importing it.
-
-    Raises:
-        UnsupportedFeature: it is not installed.
-    """
+    """Look for `llguidance` without importing it."""
     if "llguidance" in sys.modules or find_spec("llguidance") is None:
         import_llguidance()
 
 
 def import_llguidance() -> ModuleType:
-    """Import `llguidance`.
-
-    Raises:
-        UnsupportedFeature: it is not installed.
-    """
+    """Import `llguidance`."""
     try:
         return import_module("llguidance")
     except ImportError as error:
@@ -206,11 +172,7 @@ def import_llguidance() -> ModuleType:
 
 
 def _definition(llguidance: ModuleType, source: GrammarSource) -> str:
-    """Return a grammar as `llguidance` reads it.
-
-    Raises:
-        ValueError: a schema that is not JSON, or a grammar that is not GBNF.
-    """
+    """Return a grammar as `llguidance` reads it."""
     kind, text, has_whitespace, is_closed = source
     make = llguidance.LLMatcher
     if kind == "json":

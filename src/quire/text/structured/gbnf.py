@@ -33,11 +33,7 @@ def is_gbnf(text: str) -> bool:
 
 
 def as_lark(text: str) -> str:
-    """Return a grammar in GBNF as Lark.
-
-    Raises:
-        ValueError: it is none; the message says why.
-    """
+    """Return a grammar in GBNF as Lark."""
     defined = set(RULE.findall(text))
     if ROOT not in defined:
         raise ValueError("read as GBNF: there is no rule root")

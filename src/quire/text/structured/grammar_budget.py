@@ -30,15 +30,7 @@ SPIKE_STEPS = 256
 
 
 class GrammarBudget:
-    """The time budget that all requests of one grammar share.
-
-    Args:
-        vocab_size: V.
-
-    Attributes:
-        free_s: free seconds of a mask, or of a consumed token.
-        debt_s: debt of its requests in seconds, less the part that steps have paid off.
-    """
+    """The time budget that all requests of one grammar share."""
 
     __slots__ = ("_spike_step", "_step", "debt_s", "free_s")
 
@@ -57,21 +49,13 @@ class GrammarBudget:
         return True
 
     def begin_step(self, step: int) -> None:
-        """Pay off debt for each step since the last call, once for all requests together.
-
-        Args:
-            step: number of the step that begins.
-        """
+        """Pay off debt for each step since the last call, once for all requests together."""
         self.debt_s = max(0.0, self.debt_s - STEP_S * max(0, step - self._step))
         self._step = step
 
 
 class GrammarAccount:
-    """The debt of the sequences of one request.
-
-    Args:
-        budget: budget of the request's grammar.
-    """
+    """The debt of the sequences of one request."""
 
     __slots__ = ("_debt_s", "_since_s", "budget")
 
@@ -90,11 +74,7 @@ class GrammarAccount:
         self._since_s = time.thread_time()
 
     def charge(self, count: int) -> bool:
-        """Charge this thread's time since `start` or the last call; return False where the budget is overdrawn.
-
-        Args:
-            count: number of masks that were filled, and tokens that were consumed, meanwhile.
-        """
+        """Charge this thread's time since `start` or the last call; return False where the budget is overdrawn."""
         now_s, before = time.thread_time(), self._debt_s
         beyond_s = now_s - self._since_s - count * self.budget.free_s
         if beyond_s > LIMIT_S and self.budget.forgives_spike():

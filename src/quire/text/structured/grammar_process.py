@@ -41,9 +41,6 @@ class GrammarProcess:
     """Grammars in a process of their own, which starts when it is needed, and again after it has ended.
 
     See `quire.text.structured.grammar_backend.GrammarBackend`.
-
-    Args:
-        model: the model.
     """
 
     def __init__(self, model: GrammarModel) -> None:
@@ -53,11 +50,7 @@ class GrammarProcess:
         self._pipes: GrammarPipes | None = None
 
     def start(self) -> GrammarPipes:
-        """Return the pipes of the process, which is started where it does not run; do not wait for its tokenizer.
-
-        Raises:
-            WorkerError: the process does not start, or `close` was called.
-        """
+        """Return the pipes of the process, which is started where it does not run; do not wait for its tokenizer."""
         with self._lock:
             if self._pipes is None or not self._pipes.is_alive:
                 if self._is_closed:
@@ -92,12 +85,7 @@ class GrammarProcess:
 
 
 class ProcessMasks:
-    """A source of masks in the process; see `quire.text.structured.grammar_backend.MaskSource`.
-
-    Args:
-        process: the process.
-        overlaps: True to fill masks while the model runs.
-    """
+    """A source of masks in the process; see `quire.text.structured.grammar_backend.MaskSource`."""
 
     def __init__(self, process: GrammarProcess, *, overlaps: bool) -> None:
         self._process = process
@@ -133,17 +121,7 @@ class _RemoteGrammar(HeldGrammar):
 
 
 class GrammarPipes:
-    """A running process, and its pipes; one thread asks the questions of steps, others have grammars compiled.
-
-    Args:
-        setup: setup of the grammars.
-
-    Raises:
-        WorkerError: the process does not start.
-
-    Attributes:
-        released: grammars that nobody holds; finalizers append them, at any time and in any thread.
-    """
+    """A running process, and its pipes; one thread asks the questions of steps, others have grammars compiled."""
 
     def __init__(self, setup: GrammarSetup) -> None:
         self.released: deque[GrammarSource] = deque()
@@ -175,12 +153,7 @@ class GrammarPipes:
         return self._process.poll() is None
 
     def compile(self, source: GrammarSource) -> str | None:
-        """Have a grammar compiled and held; return why it does not compile, None where it does.
-
-        Raises:
-            UnsupportedFeature: `llguidance` cannot read the tokenizer.
-            WorkerError: the process has ended.
-        """
+        """Have a grammar compiled and held; return why it does not compile, None where it does."""
         with self._compiling:
             if not self._has_tokenizer:
                 answer, _ = _read(self._compilations)
@@ -237,11 +210,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(source: IO[bytes]) -> tuple[Any, bytearray]:
-    """Return the parts of an answer.
-
-    Raises:
-        WorkerError: the process has ended.
-    """
+    """Return the parts of an answer."""
     try:
         head = source.read(ANSWER.size)
         num_bytes, num_mask_bytes = ANSWER.unpack(head)

@@ -108,11 +108,7 @@ def _compile_all(
 
 
 def _read_question(source: BinaryIO) -> tuple[bytes, Any]:
-    """Return the kind and the content of the next question.
-
-    Raises:
-        EOFError: there is none.
-    """
+    """Return the kind and the content of the next question."""
     head = source.read(QUESTION.size)
     if len(head) < QUESTION.size:
         raise EOFError

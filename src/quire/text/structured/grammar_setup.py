@@ -27,12 +27,7 @@ class GrammarSetup(NamedTuple):
     end_token_ids: tuple[int, ...]
 
     def open_tokenizer(self) -> Any:
-        """Return a tokenizer of `llguidance`.
-
-        Raises:
-            UnsupportedFeature: see `quire.text.structured.compiled_grammar.open_tokenizer`; or the model's files have
-                changed, and cannot be read.
-        """
+        """Return a tokenizer of `llguidance`."""
         try:
             text = self.tokenizer()
         except (CheckpointError, OSError) as error:
@@ -59,14 +54,7 @@ class GrammarModel(NamedTuple):
 
 
 class CompiledGrammars:
-    """The grammars that are compiled in this process, as long as somebody has them; thread-safe.
-
-    Args:
-        setup: setup of the grammars.
-
-    Raises:
-        UnsupportedFeature: see `GrammarSetup.open_tokenizer`.
-    """
+    """The grammars that are compiled in this process, as long as somebody has them; thread-safe."""
 
     def __init__(self, setup: GrammarSetup) -> None:
         self._tokenizer = setup.open_tokenizer()
@@ -74,11 +62,7 @@ class CompiledGrammars:
         self._known: WeakValueDictionary[GrammarSource, Grammar] = WeakValueDictionary()
 
     def find(self, source: GrammarSource) -> Grammar:
-        """Return a grammar; one that nobody has is compiled.
-
-        Raises:
-            ValueError: it does not compile; the message says why.
-        """
+        """Return a grammar; one that nobody has is compiled."""
         known = self._known.get(source)
         if known is not None:
             return known

@@ -32,20 +32,7 @@ NOT_FORCED: Forced = ((), 0)
 
 
 class GrammarState:
-    """The matcher of one sequence's output, which can advance and roll back.
-
-    Args:
-        grammar: the grammar; None where it does not compile, for the reason in `error`.
-        constraint: constraint of the output.
-        end_token_ids: tokens that end an output; the matcher never sees them.
-        error: reason for which the sequence cannot be sampled.
-
-    Attributes:
-        error: reason for which the sequence cannot continue; it ends its request.
-        arrival: number of the sequence's request, None for a sequence without siblings.
-        num_prompt: number of tokens before the output.
-        token_ids: tokens of the output that the matcher has consumed.
-    """
+    """The matcher of one sequence's output, which can advance and roll back."""
 
     def __init__(
         self,
@@ -179,17 +166,7 @@ class GrammarState:
         self._account.budget.begin_step(step)
 
     def fill(self, masks: Sequence[memoryview], draft: Sequence[int]) -> int:
-        """Fill the mask of the next row, and those after the drafts that the grammar allows.
-
-        Args:
-            masks: memory of the masks, one more than drafts: bits by token id, little-endian, `ceil(V / 32)` words of
-                four bytes, at addresses divisible by four.
-            draft: tokens that are drafted next.
-
-        Returns:
-            Number of filled masks. There is none after a draft that the grammar forbids, or that ends the output: such
-            a draft is never accepted.
-        """
+        """Fill the mask of the next row, and those after the drafts that the grammar allows."""
         if self.error is None and self._account.is_overdrawn:
             self.error = TOO_SLOW
         if self.error is not None:

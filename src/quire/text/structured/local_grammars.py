@@ -33,11 +33,7 @@ class HeldGrammar:
 
 
 class LocalGrammars:
-    """Grammars in this process; see `quire.text.structured.grammar_backend.GrammarBackend`.
-
-    Args:
-        model: the model.
-    """
+    """Grammars in this process; see `quire.text.structured.grammar_backend.GrammarBackend`."""
 
     def __init__(self, model: GrammarModel) -> None:
         self.model = model
@@ -69,10 +65,6 @@ class LocalMasks:
     """A source of masks in this process; see `quire.text.structured.grammar_backend.MaskSource`.
 
     Several threads would gain nothing: matchers of one grammar wait for the lock of its lexer.
-
-    Args:
-        table: states of the sequences.
-        overlaps: True to fill masks in a thread, while the model runs.
     """
 
     def __init__(self, table: StateTable, *, overlaps: bool = False) -> None:

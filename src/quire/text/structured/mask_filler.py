@@ -64,12 +64,7 @@ class MaskedOutput:
 
 
 class _MaskedPart:
-    """The sequences whose masks come from one source.
-
-    Args:
-        source: the source.
-        row_bytes: bytes of a mask.
-    """
+    """The sequences whose masks come from one source."""
 
     def __init__(self, source: MaskSource, row_bytes: int) -> None:
         self.open: dict[int, MaskedOutput] = {}

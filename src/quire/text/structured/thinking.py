@@ -17,15 +17,7 @@ from quire.text.structured.grammar_budget import GrammarBudget
 
 
 class ThinkingGrammar:
-    """A grammar after thinking, for the outputs of one prompt.
-
-    Args:
-        tokens: markers of thinking.
-        max_tokens: maximum number of thinking tokens; None for any number.
-        start: state at the beginning of the output.
-        grammar: grammar of the answer; None allows any.
-        mask: bitmask of the tokens that are allowed inside thinking, little-endian, whole words of 32 bits.
-    """
+    """A grammar after thinking, for the outputs of one prompt."""
 
     def __init__(
         self,
@@ -63,10 +55,6 @@ class ThinkingMatcher:
     """The matcher of one output; the methods are those of `llguidance`'s.
 
     Where the output may still begin to think, the first token is the marker that begins thinking or one of the grammar.
-
-    Args:
-        grammar: grammar after thinking.
-        inner: matcher of the answer's grammar, None where any answer is allowed.
     """
 
     def __init__(self, grammar: ThinkingGrammar, inner: Any) -> None:
@@ -136,12 +124,7 @@ class ThinkingMatcher:
         return "" if self.inner is None else str(self.inner.get_error())
 
     def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
-        """Write the bitmask of the allowed tokens; forced ones are not looked at.
-
-        Args:
-            pointer: address of the mask.
-            num_bytes: length of the mask.
-        """
+        """Write the bitmask of the allowed tokens; forced ones are not looked at."""
         if self.inner is not None and (self._has_choice or self.state.phase is ThinkingPhase.AFTER):
             self.inner.unsafe_compute_mask_ptr(pointer, num_bytes)
             if self._has_choice:
@@ -153,12 +136,7 @@ class ThinkingMatcher:
 
 
 def bitmask_without(token_ids: Sequence[int], vocab_size: int) -> bytes:
-    """Return the bitmask of a vocabulary without some tokens.
-
-    Args:
-        token_ids: tokens that are not allowed.
-        vocab_size: V; the mask has `ceil(V / 32)` words, of 4 bytes.
-    """
+    """Return the bitmask of a vocabulary without some tokens."""
     bits = (1 << vocab_size) - 1
     for token_id in token_ids:
         bits &= ~(1 << token_id)

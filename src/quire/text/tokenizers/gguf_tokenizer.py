@@ -139,13 +139,7 @@ def _template(
 def _name_of_pre_tokenizer(
     path: Path, vocabulary: GGUFVocabulary, fields: Mapping[str, Any], wanted: str | None
 ) -> str:
-    """Return the name of the pre-tokenizer: the wanted one, the file's, or the one of the family of its vocabulary.
-
-    Raises:
-        CheckpointError: the file's name is no string.
-        UnsupportedModel: the file's name is unknown.
-        ConfigError: the wanted one is unknown.
-    """
+    """Return the name of the pre-tokenizer: the wanted one, the file's, or the one of the family of its vocabulary."""
     key = f"{PREFIX}pre"
     stated = fields.get(key, UNNAMED)
     if not isinstance(stated, str):
@@ -187,12 +181,7 @@ def _byte_level(vocabulary: GGUFVocabulary, name: str) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(vocabulary: GGUFVocabulary, unknown: str | None, *, adds_space: bool) -> tokenizers.Tokenizer:
-    """Build a tokenizer that merges the characters of a text with ▁ in place of spaces.
-
-    Args:
-        unknown: token of characters without one.
-        adds_space: default of `add_space_prefix`; only such a file may have scores, from which the merges follow.
-    """
+    """Build a tokenizer that merges the characters of a text with ▁ in place of spaces."""
     by_score = adds_space and not vocabulary.has("merges")
     library = tokenizers.Tokenizer(
         guarded(
@@ -227,11 +216,7 @@ def _merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 
 def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
-    """Return all pairs of tokens whose join is a token, the best score first.
-
-    Raises:
-        CheckpointError: tokens are so long that the search for pairs would take minutes.
-    """
+    """Return all pairs of tokens whose join is a token, the best score first."""
     tokens, ids, types = vocabulary.tokens, vocabulary.ids, vocabulary.types
     lengths = [*map(len, tokens)]
     total = sum(map(mul, lengths, lengths))
@@ -275,16 +260,7 @@ def _frame_texts(
     adds_bos: bool,
     needs_bos: bool,
 ) -> None:
-    """Have the tokens put around a text that the file wants there.
-
-    Args:
-        bos, eos: tokens that begin and end a text.
-        adds_bos: default of `add_bos_token`.
-        needs_bos: True where the model's texts begin with the BOS token whatever the file says.
-
-    Raises:
-        CheckpointError: the file wants a token there and names none.
-    """
+    """Have the tokens put around a text that the file wants there."""
     wanted = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
     for name, token in (("bos", bos), ("eos", eos)):
         if wanted[name] and token is None and vocabulary.has(f"add_{name}_token"):

@@ -27,21 +27,7 @@ UNSTRIPPED: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 class GGUFVocabulary:
-    """The tokens of a file, checked.
-
-    Args:
-        path: path of the file, for messages.
-        fields: metadata by key.
-
-    Attributes:
-        tokens: text of each token.
-        types: type of each token.
-        ids: token id by text; empty tokens are left out, and of several with one text all but the first.
-        doubles: the first token of the same text, by the id of each later one. They are decoded and never encoded.
-
-    Raises:
-        CheckpointError: there are no tokens, or their types are wrong.
-    """
+    """The tokens of a file, checked."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
         self._path, self._fields = path, fields
@@ -106,16 +92,7 @@ class GGUFVocabulary:
         return f"{PREFIX}{name}" in self._fields
 
     def token(self, name: str, default: str | None = None) -> str | None:
-        """Return the token whose id a field has.
-
-        Args:
-            name: name of the special token.
-            default: token that is returned without the field, or where its id is outside the vocabulary; if the
-                vocabulary has it as a control token, or as the unknown one.
-
-        Raises:
-            CheckpointError: the field is no integer.
-        """
+        """Return the token whose id a field has."""
         key, count = f"{PREFIX}{name}_token_id", len(self.tokens)
         token_id = self._fields.get(key)
         if token_id is not None:
@@ -128,11 +105,7 @@ class GGUFVocabulary:
         return None if known is None or self.types[known] not in (CONTROL, UNKNOWN) else default
 
     def add_special_tokens(self, library: tokenizers.Tokenizer, *, strips: bool) -> None:
-        """Have texts of control and user-defined tokens matched before the pre-tokenizer runs.
-
-        Args:
-            strips: control tokens absorb the spaces that follow, but for those of `UNSTRIPPED`.
-        """
+        """Have texts of control and user-defined tokens matched before the pre-tokenizer runs."""
         special = [
             AddedToken(token, special=True, normalized=False, rstrip=strips and token not in UNSTRIPPED)
             for token in self.of_type(CONTROL)

@@ -319,11 +319,7 @@ class Tokenizer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text.
-
-        Raises:
-            CannotCut: none of the tried texts has a token, so the special tokens are unknown.
-        """
+        """The special tokens before and after a text."""
         # A model may know few letters, or whole words only.
         token_ids = range(0, self.vocab_size, 1 + self.vocab_size // 150)
         for text in chain(string.ascii_letters, filter(None, map(self._library.model.id_to_token, token_ids))):

@@ -45,11 +45,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read the tokenizer of a checkpoint's folder; `tokenizer_config.json` and `chat_template.jinja` are optional.
-
-    Raises:
-        CheckpointError: a file is missing or damaged; the message names it.
-    """
+    """Read the tokenizer of a checkpoint's folder; `tokenizer_config.json` and `chat_template.jinja` are optional."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(

@@ -56,13 +56,7 @@ class JsonSource(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, function: str, *arguments: Any) -> JsonSource | None:
-        """Return the source in a file that is about to be read; None where there is no file.
-
-        Args:
-            path: the file.
-            function: name of the function of this module that reads it.
-            arguments: arguments of the function.
-        """
+        """Return the source in a file that is about to be read; None where there is no file."""
         version = FileVersion.of(path)
         return None if version is None else cls(version, RemoteCall(f"{__name__}:{function}", arguments))
 

@@ -24,15 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def argument_schema(function: Function, abilities: Abilities | None = None) -> NormalSchema:
-    """Return the schema of a function's arguments, whose forms are objects.
-
-    Args:
-        function: the function.
-        abilities: abilities of the grammars; None for those of JSON.
-
-    Raises:
-        InvalidParameter: no schema; or the function is strict and its schema cannot be enforced.
-    """
+    """Return the schema of a function's arguments, whose forms are objects."""
     if abilities is None:
         abilities = JSON_COMPILER if function.is_strict else JSON
     try:

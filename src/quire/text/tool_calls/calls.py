@@ -71,15 +71,7 @@ def merge(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def read_call(text: str, names: Container[str]) -> tuple[str, str] | None:
-    """Return the name and the unchanged arguments of a call that is one JSON object.
-
-    Args:
-        text: the object.
-        names: names of the known functions.
-
-    Returns:
-        Name and arguments, None where the text is no JSON object or calls no known function.
-    """
+    """Return the name and the unchanged arguments of a call that is one JSON object."""
     call = read_object(text)
     name = None if call is None else call.get("name")
     if call is None or not isinstance(name, str) or name not in names:

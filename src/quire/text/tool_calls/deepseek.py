@@ -18,9 +18,6 @@ HEAD, TAIL = f"\n{FENCE}\n", f"\n{END_FENCE}"
 class DeepSeek:
     """Both forms are parsed for every model; the template determines the form of the grammar.
 
-    Args:
-        is_fenced: True where the arguments are in a block of code, as with the older models.
-
     Source: DeepSeek V3 and R1 (`function`, the name, a block of code); V3.1 (the name, the arguments).
     """
 

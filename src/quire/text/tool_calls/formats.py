@@ -28,15 +28,7 @@ FORMATS: dict[str, tuple[Callable[[str], ToolFormat], Callable[[str], bool]]] = 
 
 
 def choose_format(name: str, template: str) -> ToolFormat | None:
-    """Return a model's format.
-
-    Args:
-        name: one of `FORMATS`, or "auto" for the format in the template.
-        template: source of the chat template for conversations with tools.
-
-    Returns:
-        The format, None where the template shows none or several.
-    """
+    """Return a model's format."""
     if name != "auto":
         return FORMATS[name][0](template)
     matching = [make(template) for make, is_shown in FORMATS.values() if is_shown(template)]

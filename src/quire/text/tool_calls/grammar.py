@@ -50,17 +50,7 @@ def whole(lines: Iterable[str]) -> str:
 
 
 def calls_or_answer(calls: str, answer: StructuredOutputs, head: str = "") -> str:
-    """Return the grammar of outputs that are either calls, or an answer with a structure of its own.
-
-    Args:
-        calls: grammar of calls only; its first rule is `start`.
-        answer: the structure.
-        head: rules of `calls` that come before the answer.
-
-    Raises:
-        InvalidParameter: the structure is a schema that cannot be enforced.
-        UnsupportedFeature: the structure is a grammar, whose rules could have the names of those of the calls.
-    """
+    """Return the grammar of outputs that are either calls, or an answer with a structure of its own."""
     kind, text, _, is_closed = answer.source
     if kind == "json":
         try:
@@ -117,11 +107,6 @@ def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str
 
     The marker, as literal text or as its token, always ends the text. The parser sees text without some of the tokens
     in it, so none of these tokens may follow a part of the marker.
-
-    Args:
-        rules: the allowed calls.
-        mark: the marker.
-        text: the terminal of text.
     """
     lines = [f"TEXT: {text}", f"written[lazy]: TEXT {literal(mark)}"]
     endings = ["written"]
@@ -137,13 +122,7 @@ def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str
 
 
 def lines_of_calls(rules: CallRules, mark: str, separator: str = "\n") -> list[str]:
-    """Return the rules of outputs with calls, each the marker and then the rule `body`.
-
-    Args:
-        rules: the allowed calls.
-        mark: the marker.
-        separator: text between calls where they are the whole output.
-    """
+    """Return the rules of outputs with calls, each the marker and then the rule `body`."""
     if not rules.is_required:
         start = "start: (opened body)* free" if rules.is_parallel else "start: free | opened body"
         return [start, *free_text(rules, mark)]
@@ -157,11 +136,6 @@ def text_tokens(tokenizer: Tokenizer, marker: str, vocab_size: int) -> tuple[int
 
     llguidance treats added tokens as text unless they are special, or in angle brackets. Tokens whose visible text
     could be a part of a marker are left out.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        marker: marker of the format.
-        vocab_size: upper bound of the token ids.
     """
     # With thousands of added tokens, this is done for each request: tuples are compared in compiled code.
     cuts = range(1, len(marker))

@@ -23,9 +23,6 @@ class Incoming:
 
     Positions count from its beginning; `consume` moves them. Every reading returns the position after the text that it
     read, or None where the text does not match, or ended before.
-
-    Args:
-        text: text received so far.
     """
 
     __slots__ = ("is_ended", "text")
@@ -51,13 +48,7 @@ class Incoming:
             yield None
 
     def literal(self, pos: int, wanted: str, *, may_be_cut: bool = False) -> Reading:
-        """Read white space and then a literal.
-
-        Args:
-            pos: start position.
-            wanted: the literal.
-            may_be_cut: True where the end of the text may truncate the literal.
-        """
+        """Read white space and then a literal."""
         begin = yield from self.past_space(pos)
         assert begin is not None
         while True:
@@ -75,13 +66,7 @@ class Incoming:
         return self.matching(pos, PLAIN_NAME, MAX_NAME_CHARS)
 
     def matching(self, pos: int, pattern: re.Pattern[str], most: int) -> Reading:
-        """Read the longest text that matches a pattern, possibly none.
-
-        Args:
-            pos: start position.
-            pattern: pattern of which every prefix of a match is a match.
-            most: maximum number of characters.
-        """
+        """Read the longest text that matches a pattern, possibly none."""
         while True:
             match = pattern.match(self.text, pos)
             end = pos if match is None else match.end()
@@ -92,13 +77,7 @@ class Incoming:
             yield None
 
     def past(self, pos: int, wanted: str, unless: str = "") -> Reading:
-        """Read text up to a literal, and the literal.
-
-        Args:
-            pos: start position.
-            wanted: the literal.
-            unless: text that ends the reading where it comes first; "" for none.
-        """
+        """Read text up to a literal, and the literal."""
         begin = pos
         either = re.compile("|".join(re.escape(text) for text in (wanted, unless) if text))
         while True:
@@ -111,13 +90,7 @@ class Incoming:
             yield None
 
     def json_object(self, pos: int, index: int | None = None) -> Reading:
-        """Read a JSON object by its brackets and strings, without full validation.
-
-        Args:
-            pos: start position.
-            index: index of the call whose arguments are the object, which are then yielded as they arrive. With None
-                nothing is yielded, and a character that JSON allows in strings only ends the reading.
-        """
+        """Read a JSON object by its brackets and strings, without full validation."""
         if (yield from self.literal(pos, "{")) != pos + 1:
             return None
         scan = BracketScan(is_strict=index is None)
@@ -137,11 +110,7 @@ class Incoming:
 
 
 class BracketScan:
-    """Finds the end of a JSON object or array, in one pass over text that arrives in parts.
-
-    Args:
-        is_strict: True where a character that JSON does not allow ends the scan, and sets `is_broken`.
-    """
+    """Finds the end of a JSON object or array, in one pass over text that arrives in parts."""
 
     __slots__ = ("_depth", "_in_string", "_is_escaped", "_is_strict", "is_broken")
 

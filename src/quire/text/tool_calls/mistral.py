@@ -14,10 +14,6 @@ MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 class Mistral:
     """Both forms are parsed for every model; the template determines the form of the grammar.
 
-    Args:
-        is_array: True where one array contains all calls, as with older models.
-        has_ids: True where an id of the call may follow the name.
-
     Source: Mistral 7B v0.3, Nemo and Small (an array); Small 3.2, Magistral and Devstral (names, with ids or without).
     """
 

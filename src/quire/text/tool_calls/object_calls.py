@@ -64,15 +64,7 @@ def read_arguments(incoming: Incoming, begin: int, reader: CallReader, name: str
 
 
 def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str, closing: str) -> Reading:
-    """Read calls with separators between them.
-
-    Args:
-        incoming: the text.
-        pos: start of the first call.
-        reader: state of the output's readings.
-        separator: separator of calls, one character.
-        closing: character after the last call, optional in a truncated text; "" where the calls end the text.
-    """
+    """Read calls with separators between them."""
     calls: list[Call] = []
     is_first = True
     while True:

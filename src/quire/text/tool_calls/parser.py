@@ -46,18 +46,7 @@ class ToolFormat(Protocol):
 
 
 class CallReader:
-    """The shared state of one output's readings.
-
-    Args:
-        functions: known functions by name; a call of another one is content.
-        is_forced: True where the output follows the format's grammar: a call is then yielded as it arrives, otherwise
-            when it is complete.
-        is_required: True where that grammar allows nothing but calls.
-
-    Attributes:
-        num_calls: number of calls so far.
-        is_cut: True where the output ended inside a call.
-    """
+    """The shared state of one output's readings."""
 
     def __init__(self, functions: Mapping[str, Function], *, is_forced: bool, is_required: bool) -> None:
         self.functions = functions
@@ -77,11 +66,7 @@ class CallReader:
         return self._named is not None
 
     def cut(self, rest: str) -> Iterator[CallDelta]:
-        """Yield what there is of a call that the end of the output truncates: its name, or nothing.
-
-        Args:
-            rest: text after the last piece, which is left out.
-        """
+        """Yield what there is of a call that the end of the output truncates: its name, or nothing."""
         self.is_cut = self.is_cut or bool(rest.strip(JSON_SPACE))
         if self._named is not None:
             self.num_calls += 1
@@ -99,12 +84,6 @@ class CallParser:
     The merged pieces do not depend on the division of the text. White space before a call, between calls and after the
     last one is left out. Text that only resembles a call is content. Under a grammar, where a marker is always the
     beginning of a call, a call that the end of the output truncates is never content.
-
-    Args:
-        form: the format.
-        functions: known functions.
-        is_forced: True where the output follows the format's grammar; see `CallReader`.
-        is_required: True where that grammar allows nothing but calls.
     """
 
     def __init__(
@@ -188,17 +167,7 @@ def _ends_in_call(incoming: Incoming, reader: CallReader) -> bool:
 def _content(
     incoming: Incoming, marker: str, reader: CallReader, *, is_after_call: bool
 ) -> Generator[Piece | None, None, int | None]:
-    """Yield the content before a marker, without the white space before it, or up to the end of the text.
-
-    Args:
-        incoming: the text.
-        marker: marker after the content.
-        reader: state of the output's readings.
-        is_after_call: True where white space alone is not content.
-
-    Returns:
-        Position of the marker, None where the text ends before.
-    """
+    """Yield the content before a marker, without the white space before it, or up to the end of the text."""
     while True:
         text = incoming.text
         begin = text.find(marker)

@@ -142,13 +142,7 @@ def _parameters(values: ValueRules, form: Object) -> str:
 
 
 def _value(values: ValueRules, state: State, read: Collection[str]) -> str:
-    """Return the expression of a parameter's value and its end.
-
-    Args:
-        values: rules of the function.
-        state: state of the value.
-        read: names of the types that a text of the parameter is read as.
-    """
+    """Return the expression of a parameter's value and its end."""
     forms = forms_of(values.schema, state)
     end = literal(f"\n{END_PARAMETER}\n")
     texts = [form for form in forms if isinstance(form, Text)]

@@ -34,11 +34,7 @@ class ToolCall:
 
 
 class SampleCalls:
-    """The parser of one sample's text.
-
-    Args:
-        use: the request's use of tools.
-    """
+    """The parser of one sample's text."""
 
     def __init__(self, use: ToolUse) -> None:
         self._form = use.form
@@ -47,12 +43,7 @@ class SampleCalls:
         self._parser = CallParser(use.form, rules.functions, is_forced=use.is_forced, is_required=rules.is_required)
 
     def pieces(self, text: str, *, is_finished: bool) -> list[Piece]:
-        """Return the pieces that new text completes.
-
-        Args:
-            text: the new text.
-            is_finished: True where the text is the last one.
-        """
+        """Return the pieces that new text completes."""
         pieces = self._parser.push(text)
         if is_finished:
             pieces += self._parser.finish()

@@ -47,11 +47,7 @@ class ToolChoice:
 
 
 def read_tools(given: object) -> list[Tool]:
-    """Read `tools`; None is an empty list.
-
-    Raises:
-        InvalidParameter: naming the tool and the field.
-    """
+    """Read `tools`; None is an empty list."""
     if given is None:
         return []
     if not isinstance(given, list | tuple):
@@ -76,15 +72,7 @@ def read_tools(given: object) -> list[Tool]:
 
 
 def read_choice(choice: object, functions: Sequence[Function]) -> ToolChoice:
-    """Read `tool_choice`; None is "auto".
-
-    Args:
-        choice: value of the field.
-        functions: functions of all tools.
-
-    Raises:
-        InvalidParameter: naming the field.
-    """
+    """Read `tool_choice`; None is "auto"."""
     if choice is None or choice == "auto":
         return ToolChoice(functions)
     if choice == "none":

@@ -18,15 +18,7 @@ def type_of(value: object) -> str:
 
 
 def typed_json(text: str, kinds: Container[str]) -> str:
-    """Return the JSON of a value that was written as plain text.
-
-    Args:
-        text: the text.
-        kinds: names of the types that the value may have.
-
-    Returns:
-        JSON of one of the types, where the text can be one; else a string.
-    """
+    """Return the JSON of a value that was written as plain text."""
     written = text.strip(JSON_SPACE)
     written = WORDS.get(written, written)
     try:

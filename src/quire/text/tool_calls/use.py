@@ -50,17 +50,7 @@ class ToolUse:
     marker_ids: tuple[int, ...]
 
     def sampling(self, answer: StructuredOutputs | None, thinking_token_budget: int | None) -> dict[str, Any]:
-        """Return the sampling parameters that calls need.
-
-        Args:
-            answer: structure of an output without calls; None for any text.
-            thinking_token_budget: maximum number of thinking tokens; None for any number.
-
-        Raises:
-            InvalidParameter: the grammar is too large, or a strict tool's schema cannot be enforced.
-            UnsupportedFeature: the structure is a grammar, or the grammar of the calls has the thinking, which a budget
-                would end.
-        """
+        """Return the sampling parameters that calls need."""
         has_thinking = self.is_forced and bool(self.form.answer_head)
         if has_thinking and thinking_token_budget is not None:
             why = "this model's calls come before its thinking ends; leave the budget out beside tools"
@@ -82,13 +72,7 @@ class ToolUse:
     def explain(
         self, error: InvalidParameter, grammar: str, answer: StructuredOutputs | None = None
     ) -> InvalidParameter:
-        """Return the error of a grammar that does not compile, with the field and the value that the client sent.
-
-        Args:
-            error: an error of the request; one that does not name the grammar is returned as it is.
-            grammar: the grammar of `sampling`.
-            answer: structure of an output without calls, as for `sampling`.
-        """
+        """Return the error of a grammar that does not compile, with the field and the value that the client sent."""
         if error.field != "structured_outputs.grammar" or not self.is_forced:
             return error
         found = COMPILE_ERROR.search(error.allowed)
@@ -133,16 +117,7 @@ class ToolModel:
 
     @classmethod
     def find(cls, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> ToolModel:
-        """Return a model's properties, with the format that the argument `tool_call_parser` of `LLM.chat` names.
-
-        Args:
-            name: a format of `FORMATS`, or vLLM's name for one; "auto" for the one in the chat template.
-            tokenizer: the model's tokenizer.
-            vocab_size: upper bound of the token ids.
-
-        Raises:
-            InvalidParameter: no such format.
-        """
+        """Return a model's properties, with the format that the argument `tool_call_parser` of `LLM.chat` names."""
         option = "tool_call_parser"
         found = find_parser(option, name, ("auto", *FORMATS))
         template = None if tokenizer is None else tokenizer.chat_template
@@ -150,15 +125,7 @@ class ToolModel:
         return cls(tokenizer, form, vocab_size, option)
 
     def read(self, tools: object, tool_choice: object, parallel_tool_calls: object) -> ToolUse | None:
-        """Read the fields of a request with the names of the arguments; None is an absent field.
-
-        Returns:
-            The use of tools, None where calls are not requested.
-
-        Raises:
-            InvalidParameter: naming the field.
-            UnsupportedFeature: the model does not support tools, or calls are required and llguidance is missing.
-        """
+        """Read the fields of a request with the names of the arguments; None is an absent field."""
         known = read_tools(tools)
         if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
             raise InvalidParameter("parallel_tool_calls", parallel_tool_calls, "true or false")
@@ -184,11 +151,7 @@ class ToolModel:
         return ToolUse(definitions, rules, form, choice.is_named, can_force, marker_ids)
 
     def _require(self) -> tuple[Tokenizer, ToolFormat]:
-        """Return the tokenizer and the format, which calls need.
-
-        Raises:
-            UnsupportedFeature: the template does not use tools, or the format is not known.
-        """
+        """Return the tokenizer and the format, which calls need."""
         if self.tokenizer is None:
             raise UnsupportedFeature("tools", "this engine runs without a tokenizer")
         require_chat_template(self.tokenizer.chat_template).require_tools()

@@ -68,11 +68,7 @@ class ValueRules:
 
     @classmethod
     def of(cls, function: Function, syntax: ValueSyntax, prefix: str, tokens: Mapping[str, int]) -> ValueRules:
-        """Return the rules of a function without any, for its schema as far as these grammars enforce it.
-
-        Raises:
-            InvalidParameter: see `argument_schema`.
-        """
+        """Return the rules of a function without any, for its schema as far as these grammars enforce it."""
         return cls(argument_schema(function, ABILITIES), function.is_strict, syntax, prefix, tokens)
 
     def new_name(self, letter: str) -> str:
@@ -93,12 +89,7 @@ class ValueRules:
         return " | ".join(self._form(form) for form in forms)
 
     def members(self, form: Object, syntax: ValueSyntax) -> str:
-        """Return the name of the rule for the members of an object, without its brackets.
-
-        Args:
-            form: the object.
-            syntax: spelling of the members.
-        """
+        """Return the name of the rule for the members of an object, without its brackets."""
         properties = [(key, state) for key, state in form.properties if self.schema.forms(state)]
         if syntax.is_sorted:
             properties.sort(key=lambda each: each[0].lower())
@@ -123,13 +114,7 @@ class ValueRules:
         return f"{name}first0"
 
     def text(self, forms: Iterable[Text], excluded: str = "", others: str = "") -> str:
-        """Return the name of the terminal for the text of a string that has one of some forms.
-
-        Args:
-            forms: the forms.
-            excluded: regular expression of texts that it may not be.
-            others: regular expression of texts that it may be besides.
-        """
+        """Return the name of the terminal for the text of a string that has one of some forms."""
         options = [f"({_text(form)}{f' & ~/{excluded}/' if excluded else ''})" for form in forms]
         options += [f"/{others}/"] if others else []
         return self.rule(" | ".join(options), "/(?s:.*)/", letter="T")
@@ -191,14 +176,7 @@ class ValueRules:
         return self.rule(f"{key} & ~/({taken})/" if keys else key, letter="K")
 
     def rule(self, body: str, looser: str = "", *, letter: str = "r", option: str = "") -> str:
-        """Return the name of the rule with a body.
-
-        Args:
-            body: expression of the rule.
-            looser: expression that takes its place where it does not compile, and the function is not strict.
-            letter: letter of the name, a capital for a terminal.
-            option: option of the rule.
-        """
+        """Return the name of the rule with a body."""
         name = self._rules.get(option + body)
         if name is None:
             name = self.new_name(letter)

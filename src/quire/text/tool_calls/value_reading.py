@@ -24,12 +24,7 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {char: char 
 
 
 class CallWriter:
-    """Turns the arguments of one call into pieces: as they are read, or all at the end; see `CallReader.is_forced`.
-
-    Args:
-        reader: state of the output's readings.
-        name: name of the function.
-    """
+    """Turns the arguments of one call into pieces: as they are read, or all at the end; see `CallReader.is_forced`."""
 
     def __init__(self, reader: CallReader, name: str) -> None:
         self._reader = reader
@@ -45,12 +40,7 @@ class CallWriter:
             yield CallDelta(self._index, self._name, "{")
 
     def member(self, key: str, value: str) -> Iterator[Piece]:
-        """Yield one argument.
-
-        Args:
-            key: name of the argument.
-            value: JSON of its value.
-        """
+        """Yield one argument."""
         text = f"{', ' if self._members else ''}{json.dumps(key, ensure_ascii=False)}: {value}"
         self._members.append(text)
         if self._reader.is_forced:
@@ -64,12 +54,7 @@ class CallWriter:
             yield self._reader.whole_call(self._name, f"{{{''.join(self._members)}}}")
 
     def broken(self, incoming: Incoming, pos: int) -> int | None:
-        """Return the end of a call that does not follow the format, or that the end of the output truncates.
-
-        Args:
-            incoming: the text.
-            pos: position up to which the call was read.
-        """
+        """Return the end of a call that does not follow the format, or that the end of the output truncates."""
         if not self._reader.is_forced:
             return None
         return len(incoming.text) if incoming.is_ended else pos
@@ -88,13 +73,7 @@ class ValueReader:
     bare_key: str = ""
 
     def value(self, incoming: Incoming, pos: int, depth: int = 0) -> ValueReading:
-        """Read a value after white space.
-
-        Args:
-            incoming: the text.
-            pos: start position.
-            depth: number of values around this one.
-        """
+        """Read a value after white space."""
         if depth > MAX_DEPTH:
             return None
         begin = yield from incoming.past_space(pos)
@@ -174,18 +153,7 @@ class ValueReader:
         return None if key is None or value is None else (key[0], *value)
 
     def call(self, incoming: Incoming, pos: int, writer: CallWriter, colon: str, close: str) -> Reading:
-        """Read a call's arguments after their opening bracket.
-
-        Args:
-            incoming: the text.
-            pos: start position.
-            writer: writer of the call's pieces.
-            colon: separator of a key and a value.
-            close: bracket after the arguments.
-
-        Returns:
-            Position after the bracket; None where the arguments are broken, or the output ends in them.
-        """
+        """Read a call's arguments after their opening bracket."""
         is_first = True
         yield from writer.begin()
         while True:

@@ -63,10 +63,6 @@ class LeastTokens(NamedTuple):
 def least_tokens(library: tokenizers.Tokenizer, tokens: Sequence[str]) -> LeastTokens | None:
     """Return the bound of a tokenizer, None where it may drop any part of a text.
 
-    Args:
-        library: the tokenizer.
-        tokens: texts of its model's tokens.
-
     Bytes and characters vanish in several ways: a normalizer or pre-tokenizer drops or joins them, a model without a
     token for a character drops it, or makes one token of consecutive unknown characters.
     """
@@ -118,10 +114,6 @@ def check_source(raw: bytes) -> None:
     """Refuse a `tokenizer.json` for which the library would allocate more memory than the file has bytes.
 
     A SentencePiece map of characters declares the length of its table, which the library does not check.
-
-    Raises:
-        CheckpointError: a map declares a table longer than the file.
-        ValueError: the file is not JSON.
     """
     # Few tokenizers have a map, and only an escape could hide its name.
     if b"Precompiled" not in raw and b"\\u" not in raw:
@@ -150,11 +142,7 @@ def _are_bytes(values: list[Any]) -> bool:
 
 
 def check_settings(library: tokenizers.Tokenizer) -> None:
-    """Refuse settings with which a short text would take much time or memory.
-
-    Raises:
-        CheckpointError: naming the setting.
-    """
+    """Refuse settings with which a short text would take much time or memory."""
     model = library.model
     sizes = {"special tokens around a text": library.num_special_tokens_to_add(False)}
     sizes["characters of a word"] = getattr(model, "max_input_chars_per_word", 0)

@@ -15,12 +15,7 @@ class LibraryFailed(Exception):
 
 
 def guarded(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call the library.
-
-    Raises:
-        LibraryFailed: it panicked. `except Exception` does not catch a panic, which would end a required thread.
-        Exception: any other exception of the call.
-    """
+    """Call the library."""
     try:
         return call(*args, **kwargs)
     except Exception:
@@ -50,12 +45,7 @@ def added_tokens(library: Any) -> Iterator[tuple[str, str]]:
 
 
 def steps(component: Any, inner: str) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each step of a component, in order.
-
-    Args:
-        component: a normalizer, pre-tokenizer or decoder; None has no steps.
-        inner: key of the steps in a sequence of such components.
-    """
+    """Yield the settings of each step of a component, in order."""
     left = [] if component is None else [json.loads(component.__getstate__())]
     while left:
         step = left.pop(0)

@@ -51,22 +51,11 @@ class ControlTokens:
         return token in self.special or token in self.written
 
     def forbids(self, token: str, text: str, marked: str) -> bool:
-        """Return whether a text that a tokenizer takes for a token is ordinary text, since clients wrote of it.
-
-        Args:
-            token: the token, one of these.
-            text: the text.
-            marked: the text with marks.
-        """
+        """Return whether a text that a tokenizer takes for a token is ordinary text, since clients wrote of it."""
         return marked != text and (token in self.special or STRICT_MARK.search(marked) is not None)
 
     def forbidden(self, text: str, marked: str) -> Iterator[tuple[int, int]]:
-        """Yield the range of each text of a token that is ordinary text.
-
-        Args:
-            text: the text.
-            marked: the text with marks.
-        """
+        """Yield the range of each text of a token that is ordinary text."""
         for match in self.pattern.finditer(text):
             start, end = match.span(1)
             if self.forbids(match[1], match[1], marked[start:end]):
@@ -74,11 +63,7 @@ class ControlTokens:
 
 
 class AddedTokens:
-    """The added tokens of a tokenizer, of which some are control tokens.
-
-    Args:
-        library: the tokenizer.
-    """
+    """The added tokens of a tokenizer, of which some are control tokens."""
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         added = [token for token in library.get_added_tokens_decoder().values() if len(token.content.strip()) > 1]
@@ -88,14 +73,7 @@ class AddedTokens:
         self.control_tokens = lru_cache(maxsize=8)(self._control_tokens)
 
     def _control_tokens(self, literals: tuple[str, ...]) -> ControlTokens:
-        """Return the control tokens of a template.
-
-        Args:
-            literals: the texts in the template's source.
-
-        Raises:
-            RequestError: the tokens begin or end with too many different characters.
-        """
+        """Return the control tokens of a template."""
         text = END.join(literals)
         written = frozenset(token for token in self._others if token in text or IN_BARS.fullmatch(token))
         tokens = self._special | written

@@ -44,15 +44,7 @@ Step = Callable[[str, str], Pair | None]
 
 
 class Cuts:
-    """Finds the positions at which the texts of one tokenizer can be cut.
-
-    Args:
-        library: the tokenizer.
-        tokens: texts of its model's tokens.
-
-    Attributes:
-        lead: letter before each later piece.
-    """
+    """Finds the positions at which the texts of one tokenizer can be cut."""
 
     def __init__(self, library: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
         self._library = library
@@ -145,11 +137,7 @@ def _is_settled(char: str) -> bool:
 
 
 def _normalizer(step: dict[str, Any]) -> Step:
-    """Return the effect of a normalizer on a pair.
-
-    Raises:
-        Unsupported: the normalizer is unknown.
-    """
+    """Return the effect of a normalizer on a pair."""
     match step:
         case {"type": "NFC" | "NFD" | "NFKC" | "NFKD" as form}:
             return lambda a, b: (a, b) if all(unicodedata.is_normalized(form, char) for char in (a, b)) else None
@@ -191,9 +179,6 @@ def _divisions(steps: list[dict[str, Any]]) -> Callable[[str, str], tuple[bool, 
     """Return a function that returns whether a word begins between the characters of a pair, and the changed pair.
 
     The function returns None where a step may depend on both sides, or find other words elsewhere.
-
-    Raises:
-        Unsupported: a step is unknown.
     """
     divisions = [_division(step, is_first=not idx) for idx, step in enumerate(steps)]
     last_bytes = next((idx for idx, step in enumerate(steps) if step["type"] == "ByteLevel"), len(steps))

@@ -38,11 +38,7 @@ class TooManyTokens(Exception):
 
 
 class CannotCut(Exception):
-    """A text has a part that is too long to be tokenized at once.
-
-    Args:
-        limit: maximum number of bytes of a part.
-    """
+    """A text has a part that is too long to be tokenized at once."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
@@ -51,11 +47,7 @@ class CannotCut(Exception):
 
 @contextmanager
 def prompt_errors(text: str | list[str]) -> Iterator[None]:
-    """Raise errors of tokenization as errors of the prompt.
-
-    Raises:
-        InvalidParameter: the text is not Unicode, cannot be cut, or the library fails.
-    """
+    """Raise errors of tokenization as errors of the prompt."""
     try:
         yield
     except (TooManyTokens, RequestError):
@@ -74,15 +66,7 @@ EncodePart = Callable[[int, int, str], list[int]]
 
 
 class LongTexts:
-    """Tokenizes the long texts of one tokenizer.
-
-    Args:
-        library: the tokenizer.
-        encode: function that tokenizes a text at once, without special tokens around it.
-
-    Attributes:
-        piece_chars: number of characters of a piece; a text with more is long.
-    """
+    """Tokenizes the long texts of one tokenizer."""
 
     def __init__(self, library: tokenizers.Tokenizer, encode: Callable[[str], list[int]]) -> None:
         self._library = library
@@ -99,18 +83,7 @@ class LongTexts:
         after: Sequence[int],
         encode_part: EncodePart | None = None,
     ) -> list[int]:
-        """Return the tokens of a text.
-
-        Args:
-            text: text of at least one character.
-            max_tokens: limit at which tokenization ends early; None for no limit.
-            before, after: special tokens around every text.
-            encode_part: function that tokenizes a part of the text; None tokenizes it as it is.
-
-        Raises:
-            TooManyTokens: there are more than `max_tokens`.
-            CannotCut: a part of the text is too long.
-        """
+        """Return the tokens of a text."""
         num_around = len(before) + len(after)
         is_long = len(text) > self.piece_chars
         if max_tokens is not None and is_long and self._least is not None:

@@ -39,14 +39,7 @@ class MarkedTexts(NamedTuple):
 
 
 class Marks:
-    """Writes marks into texts, and reads them.
-
-    Args:
-        wanted: characters and texts that get marks, at most `MAX_CHARS` different characters.
-
-    Attributes:
-        plain: character by mark, as `str.translate` takes them.
-    """
+    """Writes marks into texts, and reads them."""
 
     def __init__(self, wanted: MarkedTexts) -> None:
         chars = "".join(dict.fromkeys(wanted.edges + "".join(text[0] for text in wanted.interiors)))
@@ -77,12 +70,7 @@ class Marks:
         return ESCAPED.sub(unescaped, text)
 
     def put(self, value: Any, *, first: int = STRICT) -> Any:
-        """Return a JSON value with marks in its texts; the value itself where none has any.
-
-        Args:
-            value: the value; keys of objects are texts too.
-            first: `STRICT` or `LENIENT`.
-        """
+        """Return a JSON value with marks in its texts; the value itself where none has any."""
         if isinstance(value, str):
             return self._put(value, first)
         copy: Any = value

@@ -49,14 +49,7 @@ class Unsupported(ValueError):
 
 
 class WordEnds:
-    """Ends of the words that a known expression finds.
-
-    Args:
-        source: the expression, in Oniguruma's syntax.
-
-    Raises:
-        Unsupported: an alternative of it is unknown.
-    """
+    """Ends of the words that a known expression finds."""
 
     def __init__(self, source: str) -> None:
         kinds, rest, start = set[str](), source + "|", 0
@@ -70,11 +63,7 @@ class WordEnds:
         self._kinds = frozenset(kinds)
 
     def ends(self, a: str, b: str) -> bool | None:
-        """Return whether a word ends between two adjacent characters in any context.
-
-        Returns:
-            False where none needs to end, but a cut there changes no other word; None where it may.
-        """
+        """Return whether a word ends between two adjacent characters in any context."""
         kind, after = unicodedata.category(a)[0], unicodedata.category(b)
         is_apart = b in " \n" or (after[0] == "P" and b != "'") or (kind == "L" and after == "Nd")
         return kind in self._kinds if kind in ("L", "N") and is_apart else None

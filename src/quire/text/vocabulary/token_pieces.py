@@ -23,11 +23,7 @@ class TokenPiece(NamedTuple):
 
 
 class Pieces(dict[int, TokenPiece]):
-    """Pieces by token id; each is derived when it is first looked up.
-
-    Args:
-        derive: function that returns the piece of an id.
-    """
+    """Pieces by token id; each is derived when it is first looked up."""
 
     def __init__(self, derive: Callable[[int], TokenPiece]) -> None:
         self._derive = derive

@@ -69,18 +69,6 @@ class StoreFile:
     """An LMDB file in a folder.
 
     One thread writes; all threads, and other processes, may read and write meanwhile.
-
-    Args:
-        folder: folder of the file. Where no other engine uses it, a damaged file is renamed to `.damaged`, and a file
-            larger than `max_bytes` is removed.
-        max_bytes: largest size of the file, the same for all engines that use it.
-
-    Attributes:
-        was_damaged: True where a damaged file was renamed.
-
-    Raises:
-        ConfigError: LMDB is not installed, the file cannot be made, or other engines use it with another size.
-        StoreDamaged: the file is damaged, and other engines use it, so that it cannot be renamed.
     """
 
     def __init__(self, folder: StoreFolder, max_bytes: int) -> None:
@@ -175,19 +163,11 @@ class StoreFile:
             logger.warning("%s cannot be written, and not be shared: %s", self._path, error)
 
     def holds(self, key: bytes) -> bool:
-        """Return whether there is a record.
-
-        Raises:
-            StoreDamaged: the file can no longer be used.
-        """
+        """Return whether there is a record."""
         return self.read(key, lambda _: True)
 
     def read(self, key: bytes, take: Callable[[memoryview], bool]) -> bool:
-        """Pass a record to `take`, and return its result; False where there is no record.
-
-        Raises:
-            StoreDamaged: the file can no longer be used.
-        """
+        """Pass a record to `take`, and return its result; False where there is no record."""
         self._check_length()
         try:
             with self._env.begin(buffers=True) as txn:
@@ -197,11 +177,7 @@ class StoreFile:
             raise StoreDamaged(str(error)) from error
 
     def sizes(self, identity: bytes) -> StoreSizes:
-        """Return the numbers of records and bytes.
-
-        Raises:
-            StoreDamaged: the file can no longer be used.
-        """
+        """Return the numbers of records and bytes."""
         self._check_length()
         try:
             with self._env.begin() as txn:
@@ -210,13 +186,7 @@ class StoreFile:
             raise StoreDamaged(str(error)) from error
 
     def write(self, batch: WriteBatch) -> Written:
-        """Make the changes of a batch, in one transaction.
-
-        Raises:
-            StoreFull: nothing was written.
-            StoreDamaged: the file can no longer be used.
-            TimeoutError: other engines held the write lock for `WRITING_S`; nothing was written.
-        """
+        """Make the changes of a batch, in one transaction."""
         self._check_length()
         try:
             written = self._write(batch)

@@ -87,12 +87,7 @@ def bytes_on_disk(record: bytearray) -> int:
 
 
 class Transaction:
-    """The tables as one transaction sees them.
-
-    Args:
-        txn: transaction of LMDB.
-        tables: databases by their names.
-    """
+    """The tables as one transaction sees them."""
 
     def __init__(self, txn: Any, tables: Mapping[bytes, Any]) -> None:
         self._txn = txn

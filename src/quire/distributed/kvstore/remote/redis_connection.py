@@ -26,19 +26,7 @@ class StoreOutOfMemory(Exception):
 
 
 class RedisConnection:
-    """A connection; one thread uses it at a time.
-
-    Args:
-        url: address; see `client_url`.
-        timeout_s: time limit of connecting, and of each wait for bytes.
-        record_bytes: bytes of the largest record; at most one byte more is read of a value.
-        name_of: function from the key of a record to its name in the store.
-
-    Raises:
-        ConfigError: the client library is not installed, or the address is malformed.
-        RefusedAuth: the store refuses the user or the password.
-        Exception: the store cannot be reached.
-    """
+    """A connection; one thread uses it at a time."""
 
     def __init__(self, url: str, timeout_s: float, record_bytes: int, name_of: Callable[[bytes], bytes]) -> None:
         redis = import_redis()
@@ -91,18 +79,7 @@ class RedisConnection:
                         put(key, record)
 
     def write(self, records: Mapping[bytes, bytearray], ttl_s: float | None) -> int:
-        """Write records that the store does not have, and renew the time to live of the others.
-
-        Args:
-            records: records by key.
-            ttl_s: time to live of a record without use; None for no limit.
-
-        Returns:
-            The number of records that were written.
-
-        Raises:
-            StoreOutOfMemory: the store has no room; some may have been written.
-        """
+        """Write records that the store does not have, and renew the time to live of the others."""
         known = set(self.which(list(records)))
         with self._client.pipeline(transaction=False) as pipe:
             for key, record in records.items():
@@ -147,11 +124,7 @@ class RedisConnection:
 
 
 def import_redis() -> Any:
-    """Return the client library.
-
-    Raises:
-        ConfigError: the library is not installed.
-    """
+    """Return the client library."""
     with importing_extra("prefix_cache_url"):
         return import_module("redis")
 

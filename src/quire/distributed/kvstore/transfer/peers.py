@@ -59,19 +59,7 @@ class PeerAddress(NamedTuple):
 
 
 class PeerConnection:
-    """A connection to an engine that exports blocks.
-
-    Args:
-        address: address of the engine.
-        identity: fingerprint of this engine's model and layout.
-        token: shared secret of both sides; None for the empty secret.
-        timeout_s: time limit of connecting, and of each wait for bytes.
-        max_bytes: bytes of the largest record.
-
-    Raises:
-        OSError: the peer cannot be reached.
-        TransferError: the peer speaks another protocol, serves another model, or does not know the token.
-    """
+    """A connection to an engine that exports blocks."""
 
     def __init__(
         self, address: PeerAddress, identity: bytes, token: str | None, timeout_s: float, max_bytes: int

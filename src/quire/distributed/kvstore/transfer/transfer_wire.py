@@ -58,11 +58,7 @@ class Greeting(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Greeting:
-        """Return the greeting of an encoded message.
-
-        Raises:
-            TransferError: the message is of another protocol or version.
-        """
+        """Return the greeting of an encoded message."""
         magic, version, identity, nonce = GREETING.unpack(data)
         if (magic, version) != (MAGIC, VERSION):
             raise TransferError(f"the peer speaks another protocol: {data[:6]!r}")
@@ -81,11 +77,7 @@ def is_proof(given: bytes, expected: bytes) -> bool:
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytearray:
-    """Receive exactly `num_bytes` bytes.
-
-    Raises:
-        OSError: the connection ended, or no byte came within its timeout.
-    """
+    """Receive exactly `num_bytes` bytes."""
     data = bytearray(num_bytes)
     view, start = memoryview(data), 0
     while start < num_bytes:

@@ -27,10 +27,6 @@ class DeferredSampler(DeviceSampler):
     """Samples the same tokens as `DeviceSampler`, but those that are sampled on the device are read later.
 
     Results of such rows are empty when `sample` returns, and come from `DeferredTokens`; all others are complete.
-
-    Args:
-        device, grammar_states, keep, draws: see `DeviceSampler`.
-        deferred: keeps the tokens.
     """
 
     def __init__(

@@ -52,9 +52,6 @@ class DeviceCounts:
 
     A step adds the token that it computes for a sequence, on the device if the host has not read it. The host keeps the
     number of counted tokens; if a step does not continue from there, the tokens are counted anew.
-
-    Args:
-        device: device of the logits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,11 +72,6 @@ class DeviceCounts:
 
     def sync(self, rows: Sequence[CountedRow], vocab_size: int, put_drawn: PutDrawn) -> Tensor:
         """Bring the counts of sequences up to date; a second call in a step changes nothing.
-
-        Args:
-            rows: rows of the sequences.
-            vocab_size: V.
-            put_drawn: see `PutDrawn`.
 
         Returns:
             Their slots, int64 [n].

@@ -20,13 +20,7 @@ _FIRST, _SECOND, _STEP = (
 
 
 def uniform_numbers(seeds: Tensor, sample_idxs: Tensor, positions: Tensor) -> Tensor:
-    """Return uniform numbers in [0, 1), float64 [R]: those of `sampling.uniform`, bit for bit.
-
-    Args:
-        seeds: int64 [R], seeds as two's complement.
-        sample_idxs: int64 [R].
-        positions: int64 [R].
-    """
+    """Return uniform numbers in [0, 1), float64 [R]: those of `sampling.uniform`, bit for bit."""
     value = _mixed(seeds)
     value = _mixed(value ^ sample_idxs)
     value = _mixed(value ^ positions)
@@ -49,13 +43,6 @@ def topk_in_order(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the same as `row_order.stable_topk`: the lower token id comes first among finite equals.
 
     A tie that crosses the cut is resolved by a cumulative count of equal logits along the vocabulary.
-
-    Args:
-        logits: float32 [R, V].
-        count: number of tokens, at most V.
-
-    Returns:
-        Values and token ids, both [R, count], best first.
     """
     num_rows, vocab_size = logits.shape
     if count == vocab_size:
@@ -79,30 +66,12 @@ def cool(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def draw_whole(logits: Tensor, points: Tensor) -> Tensor:
-    """Sample from all tokens.
-
-    Args:
-        logits: float32 [R, V] after `cool`, overwritten.
-        points: numbers in [0, 1), float64 [R].
-
-    Returns:
-        Token ids, int64 [R].
-    """
+    """Sample from all tokens."""
     return invert_cdf(logits.exp_(), points[:, None])[:, 0]
 
 
 def draw_filtered(logits: Tensor, filters: RowFilters, points: Tensor, width: int) -> Tensor:
-    """Sample from the tokens that top_k, top_p and min_p keep, likeliest first.
-
-    Args:
-        logits: float32 [R, V] after `cool`.
-        filters: filters of the rows.
-        points: numbers in [0, 1), float64 [R].
-        width: number of the likeliest tokens to consider: V, or at least `top_k` of every row.
-
-    Returns:
-        Token ids, int64 [R].
-    """
+    """Sample from the tokens that top_k, top_p and min_p keep, likeliest first."""
     values, ids = topk_in_order(logits, width)
     weights = values.exp_()
     ranks = torch.arange(width, device=logits.device)
@@ -134,12 +103,7 @@ class TorchDraws:
 
 
 def _mark(logits: Tensor, status: Tensor | None) -> Tensor:
-    """Return the states of rows, int64 [R], and zero the logits of those that cannot be sampled from.
-
-    Args:
-        logits: float32 [R, V].
-        status: result of the call before requests changed the logits; None in that call.
-    """
+    """Return the states of rows, int64 [R], and zero the logits of those that cannot be sampled from."""
     greatest = logits.amax(-1)
     is_wrong = ~greatest.isfinite()
     logits.masked_fill_(is_wrong[:, None], 0.0)

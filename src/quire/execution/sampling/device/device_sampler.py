@@ -66,14 +66,7 @@ class DrawnRows(NamedTuple):
 
 
 class DeviceSampler(Sampler):
-    """Samples the same tokens as `Sampler`, on the device; see there.
-
-    Args:
-        device: device of the logits.
-        grammar_states: grammar states of constrained outputs.
-        keep: applies their masks.
-        draws: the backend's sampling kernels; None for torch's operators.
-    """
+    """Samples the same tokens as `Sampler`, on the device; see there."""
 
     def __init__(
         self,
@@ -108,12 +101,7 @@ class DeviceSampler(Sampler):
     def sample(
         self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None = None
     ) -> list[ItemResult]:
-        """Sample every item's tokens; see `Sampler`.
-
-        Args:
-            logits, items: see `Sampler`.
-            positions: position of the token that each row samples, int64 [R] on the device; None copies them there.
-        """
+        """Sample every item's tokens; see `Sampler`."""
         if len(logits) != len(items):
             return self._verify(logits, items, positions)
         if not self._on_host and (isinstance(items, DecodeItems) or max(map(_NUM_SAMPLES, items)) == 1):
@@ -273,13 +261,7 @@ def _next_position(item: ScheduledSequence) -> int:
 def _token_logprobs(
     measured: Sequence[tuple[int, int]], numbers: Sequence[Sequence[float]]
 ) -> dict[int, TokenLogprobs]:
-    """Return the log probabilities of some rows' tokens.
-
-    Args:
-        measured: rows, each with its number of top tokens.
-        numbers: token, rank and log probability of each row; then its top tokens, as many as the row with the most
-            has, and their log probabilities.
-    """
+    """Return the log probabilities of some rows' tokens."""
     measures = {}
     for (row, count), values in zip(measured, numbers, strict=True):
         token_id, rank, logprob = int(values[0]), int(values[1]), values[2]

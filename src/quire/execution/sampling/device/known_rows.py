@@ -54,13 +54,7 @@ class KnownRows(NamedTuple):
 
 
 def know_rows(states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> KnownRows:
-    """Return the parameters of rows.
-
-    Args:
-        states: sampling states of the rows' sequences.
-        vocab_size: V.
-        device: device of the logits.
-    """
+    """Return the parameters of rows."""
     plain, has_more, kinds, wide, narrow = zip(*[state.parameters for state in states], strict=True)
     if all(plain):
         return KnownRows(states, None, (), None, (), None)

@@ -49,17 +49,7 @@ class _OpenSequence:
 
 
 class SimulatedExecutor:
-    """Executor of plans over slots that hold `(position, token)`.
-
-    Args:
-        block_size: tokens per block.
-        vocab_size: size of the vocabulary; tokens are drawn from `[0, vocab_size)`.
-        specs: specs of the cache groups, which determine what a query reads; default: one group of full attention.
-
-    Raises:
-        InvariantViolation: M3, a plan writes to a slot through two tables; M5, a table does not read back as its
-            sequence; S1, a plan opens a sequence that is open, or schedules one that is not.
-    """
+    """Executor of plans over slots that hold `(position, token)`."""
 
     def __init__(self, block_size: int, vocab_size: int, specs: Sequence[KVCacheSpec] = ()) -> None:
         self.block_size = block_size
@@ -255,11 +245,7 @@ def _number(seed: int, index: int, context: Sequence[Token]) -> int:
 
 
 class CountingExecutor:
-    """Executor that returns a fixed token for every item, for measuring the control plane alone.
-
-    Args:
-        token_id: token that every item draws.
-    """
+    """Executor that returns a fixed token for every item, for measuring the control plane alone."""
 
     def __init__(self, token_id: int = 1) -> None:
         self.token_id = token_id

@@ -46,11 +46,7 @@ class FitQuality(NamedTuple):
 
 
 def fit_step_time(steps: Sequence[MeasuredStep]) -> tuple[FittedStepTime, FitQuality]:
-    """Return the model that fits some steps best, and how well it does.
-
-    Raises:
-        ConfigError: there are fewer than `MIN_STEPS` steps, or one took no time.
-    """
+    """Return the model that fits some steps best, and how well it does."""
     if len(steps) < MIN_STEPS:
         raise ConfigError(f"a fit needs at least {MIN_STEPS} steps, got {len(steps)}", field="step_times")
     wrong = next((step.seconds for step in steps if not step.seconds > 0), None)
@@ -94,11 +90,6 @@ def solve_non_negative(
     """Return the coefficients of at least 0 with the least weighted sum of squared errors.
 
     Source: Lawson and Hanson, Solving Least Squares Problems, chapter 23, on the normal equations.
-
-    Args:
-        rows: values of the features, one row for each target; float or int.
-        targets: values to reach.
-        weights: weight of each squared error.
     """
     count = len(rows[0])
     # Columns of length 1, so that counters of tokens and constants are alike.

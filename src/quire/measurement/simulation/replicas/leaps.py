@@ -17,13 +17,7 @@ class Leap(NamedTuple):
 
 
 def num_steps_with_room(memory: KVCacheManager, running: Seq[Sequence], most: int) -> int:
-    """Return the number of steps, at most `most`, in which running sequences get a slot each without preemption.
-
-    Args:
-        memory: memory of the replica, with one group of full attention.
-        running: sequences, each with one pending token.
-        most: greatest number of steps.
-    """
+    """Return the number of steps, at most `most`, in which running sequences get a slot each without preemption."""
     size, states = memory.block_size, memory.sequences
     filled = [states[sequence.seq_id].num_slots for sequence in running]
     pool = memory.groups[0].pool

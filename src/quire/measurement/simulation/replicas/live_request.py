@@ -7,19 +7,7 @@ from quire.sequences.sequence import Sequence
 
 
 class LiveRequest:
-    """An unfinished request of a replica.
-
-    Args:
-        request: the request.
-        sequence: its sequence.
-        num_prompt: number of prompt tokens.
-        num_new: number of new tokens that the replica makes.
-        num_cached: number of prompt tokens that count as found in a prefix cache; None for those that the memory finds.
-
-    Attributes:
-        num_remaining: number of new tokens that are missing.
-        first_s, last_s: times of the first and of the latest token; -1 before it.
-    """
+    """An unfinished request of a replica."""
 
     __slots__ = (
         "first_s",

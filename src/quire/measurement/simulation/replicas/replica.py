@@ -43,24 +43,7 @@ _NO_MORE = ItemResult(0, ())[2:]
 
 
 class EngineReplica:
-    """One engine of a simulation.
-
-    Args:
-        settings: options of the engine.
-        step_time: model of the seconds of a step.
-        samples: collector of the measurements.
-        table: maker of token ids.
-        can_leap: False to take every step by itself.
-
-    Attributes:
-        end_s: end of the step, or of the leap, in progress; None while the replica is idle.
-        version: number of times that `end_s` was set; an event of an earlier version is void.
-        is_followed: True where the events of the memory are taken after each step: then a leap fills no block before
-            its last step, and takes none.
-        num_unfinished: number of unfinished requests.
-        num_steps: number of steps begun, those of leaps included.
-        busy_s: seconds in steps, up to the last moment at which the replica became idle.
-    """
+    """One engine of a simulation."""
 
     __slots__ = (
         "_busy_since_s",
@@ -135,14 +118,7 @@ class EngineReplica:
     def submit(
         self, request: SimulatedRequest, now_s: float, num_new: int | None = None, num_cached: int | None = None
     ) -> bool:
-        """Queue a request; return whether the replica can ever hold it.
-
-        Args:
-            request: the request.
-            now_s: present moment.
-            num_new: number of new tokens to make here; None for all of them.
-            num_cached: number of prompt tokens that count as found in a prefix cache; None for those found here.
-        """
+        """Queue a request; return whether the replica can ever hold it."""
         self._cut_leap(now_s)
         num_new = request.num_new if num_new is None else num_new
         prompt = self._table.token_ids(request.prompt)
@@ -198,11 +174,7 @@ class EngineReplica:
         return results
 
     def take_results(self) -> tuple[list[SimulatedRequest], list[SimulatedRequest]]:
-        """End the step or the leap in progress; `begin_next` must follow at the same moment.
-
-        Returns:
-            The requests that got their first token, and those that ended.
-        """
+        """End the step or the leap in progress; `begin_next` must follow at the same moment."""
         assert self.end_s is not None, "no step is in progress"
         if self._leap is None:
             return self._take_results(self.end_s)

@@ -32,10 +32,6 @@ def shared_tokens(tables: Sequence[tuple[Sequence[int], int]], block_size: int) 
 
     A kernel of attention can read such blocks once for all. Sequences share leading blocks only, so each is compared
     with the first and with the last one before it that have the same first block.
-
-    Args:
-        tables: block table and number of cached tokens of each sequence of a step.
-        block_size: tokens per block.
     """
     first_blocks = [table[0] for table, num_cached in tables if num_cached]
     if len({*first_blocks}) == len(first_blocks):
@@ -137,9 +133,6 @@ class FittedStepTime:
     Args:
         coefficients: seconds for one of each of `FEATURES`: a step, a row in each range, a sequence, a token to read, a
             cached token, a pair of a row and a token that it sees.
-
-    Raises:
-        ConfigError: a coefficient is missing, unknown, negative or not finite, or all that a step needs are 0.
     """
 
     coefficients: Mapping[str, float]

@@ -23,11 +23,7 @@ class TokenSpan(NamedTuple):
 
 
 class TokenTable:
-    """Makes the token ids of spans; all of its lists share the same integers, so a token takes eight bytes.
-
-    Args:
-        num_ids: number of ids to start with; more are added when a span needs them.
-    """
+    """Makes the token ids of spans; all of its lists share the same integers, so a token takes eight bytes."""
 
     __slots__ = ("_ids",)
 

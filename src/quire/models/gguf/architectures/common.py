@@ -67,17 +67,7 @@ LLAMA3_CONTEXT: Final = 8192
 def read_common(
     metadata: Metadata, shapes: Shapes, family: str, floats: Floats | None, *, reads: Collection[str] = ()
 ) -> Config:
-    """Read the fields that all families have, and refuse values that would change the computation.
-
-    Args:
-        family: name of the family in configurations.
-        floats: function that reads the values of a small tensor.
-        reads: names in `NEUTRAL`, and of tensors, that the caller reads.
-
-    Raises:
-        CheckpointError: a field is missing or wrong.
-        UnsupportedModel: a field asks for something that is not implemented.
-    """
+    """Read the fields that all families have, and refuse values that would change the computation."""
     for name, allowed in NEUTRAL.items():
         if name not in reads:
             metadata.require(name, *allowed)
@@ -116,11 +106,7 @@ def read_dense(metadata: Metadata, shapes: Shapes, family: str, floats: Floats |
 
 
 def whole_layers(metadata: Metadata, head_dim: int) -> Config:
-    """Read the width of the gated MLPs, and check that all layers have equal shapes and rotate whole heads.
-
-    Raises:
-        UnsupportedModel: layers differ, or a part of a head is rotated.
-    """
+    """Read the width of the gated MLPs, and check that all layers have equal shapes and rotate whole heads."""
     metadata.require("rope.dimension_count", head_dim)
     if metadata.has("attention.head_count_kv"):
         metadata.same_integer("attention.head_count_kv")
@@ -135,12 +121,7 @@ def turned_fraction(metadata: Metadata, head_dim: int) -> float:
 
 
 def expert_names(module: str, parts: tuple[str, str, str] = PARTS) -> dict[str, str]:
-    """Return the names of experts, each by itself or all of a layer in one tensor, with gates and ups in one.
-
-    Args:
-        module: name of the experts in a layer.
-        parts: names of the gate, up and down of each expert.
-    """
+    """Return the names of experts, each by itself or all of a layer in one tensor, with gates and ups in one."""
     gate, up, down = parts
     return {
         f"{module}.{gate}": "ffn_gate_exps",
@@ -162,11 +143,7 @@ def read_experts(metadata: Metadata, shapes: Shapes) -> Config:
 
 
 def matrix_shape(shapes: Shapes, name: str) -> tuple[int, int]:
-    """Return the rows and columns of a matrix.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the rows and columns of a matrix."""
     shape = shapes.get(name, ())
     if len(shape) != 2:
         raise CheckpointError(f"the file has no matrix {name}", field=name)
@@ -197,12 +174,7 @@ def paired_rows(config: Config) -> dict[str, Change]:
 
 
 def read_floats(shapes: Shapes, floats: Floats | None, name: str, length: int) -> list[float]:
-    """Read a vector of the file.
-
-    Raises:
-        CheckpointError: it is of another length.
-        UnsupportedModel: there is no function that reads it.
-    """
+    """Read a vector of the file."""
     if floats is None:
         raise UnsupportedModel(f"the tensor {name} is part of the configuration, and cannot be read here", field=name)
     if shapes.get(name) != (length,):
@@ -211,15 +183,7 @@ def read_floats(shapes: Shapes, floats: Floats | None, name: str, length: int) -
 
 
 def read_rope(metadata: Metadata, reads: Collection[str] = ()) -> Config:
-    """Read the rotation as `rope_parameters`.
-
-    Args:
-        reads: see `read_common`.
-
-    Raises:
-        CheckpointError: a field is missing or wrong.
-        UnsupportedModel: the scaling is not implemented.
-    """
+    """Read the rotation as `rope_parameters`."""
     rope: Config = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10_000.0)}
     kind = metadata.text("rope.scaling.type", "linear" if metadata.has("rope.scale_linear") else "none")
     if kind == "linear":
@@ -237,11 +201,7 @@ def read_rope(metadata: Metadata, reads: Collection[str] = ()) -> Config:
 
 
 def _read_llama3(metadata: Metadata, shapes: Shapes, head_dim: int, floats: Floats | None) -> Config:
-    """Find the scaling of Llama 3 that gives the file's factors of wavelengths; empty where the file has none.
-
-    Raises:
-        UnsupportedModel: no known scaling gives them.
-    """
+    """Find the scaling of Llama 3 that gives the file's factors of wavelengths; empty where the file has none."""
     if FREQUENCY_FACTORS not in shapes:
         return {}
     factors = read_floats(shapes, floats, FREQUENCY_FACTORS, head_dim // 2)

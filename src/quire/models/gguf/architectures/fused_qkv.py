@@ -24,15 +24,7 @@ def with_parts(shapes: Shapes) -> Shapes:
 
 
 def find_ranges(shapes: Shapes, spec: ModelSpec) -> dict[str, RowRange]:
-    """Return the rows of each part of fused tensors, by the part's name.
-
-    Args:
-        shapes: shapes of the file's tensors.
-        spec: the model.
-
-    Raises:
-        CheckpointError: a tensor has another number of rows than the layer's projections.
-    """
+    """Return the rows of each part of fused tensors, by the part's name."""
     ranges: dict[str, RowRange] = {}
     layers = [*spec.layers, *([] if spec.mtp is None else [spec.mtp])]
     for name, idx in _fused(shapes).items():

@@ -14,12 +14,7 @@ MAX_LAYERS = 1024
 
 
 class Metadata:
-    """The fields of one architecture.
-
-    Args:
-        fields: metadata by key.
-        architecture: prefix of the keys.
-    """
+    """The fields of one architecture."""
 
     def __init__(self, fields: Mapping[str, Any], architecture: str) -> None:
         self._fields = fields
@@ -39,11 +34,7 @@ class Metadata:
         return self.key(name) in self._fields
 
     def require(self, name: str, *allowed: object) -> None:
-        """Refuse a field whose value is none of `allowed`; a missing field passes.
-
-        Raises:
-            UnsupportedModel: naming the key.
-        """
+        """Refuse a field whose value is none of `allowed`; a missing field passes."""
         if self.has(name) and self._fields[self.key(name)] not in allowed:
             raise UnsupportedModel(
                 f"the field {self.key(name)} is {shown(self._fields[self.key(name)])}, but only "
@@ -52,22 +43,14 @@ class Metadata:
             )
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_INTEGER) -> int:
-        """Read an integer.
-
-        Raises:
-            CheckpointError: the field is missing without a default, or out of range.
-        """
+        """Read an integer."""
         value = self._get(name, default)
         if type(value) is not int or not least <= value <= most:
             raise self.wrong(name, value, f"an integer from {least} to {most}")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Read one integer of at least 0 for each layer; a single number is that of all.
-
-        Raises:
-            CheckpointError: the field is missing, of another length or of another kind.
-        """
+        """Read one integer of at least 0 for each layer; a single number is that of all."""
         value, count = self._get(name, None), self.num_blocks
         values = value if isinstance(value, list | tuple) else [value] * count
         if len(values) != count or not all(type(each) is int and 0 <= each <= MAX_INTEGER for each in values):
@@ -75,12 +58,7 @@ class Metadata:
         return tuple(values)
 
     def same_integer(self, name: str) -> int:
-        """Read a positive integer that is the same in all layers.
-
-        Raises:
-            CheckpointError: the field is missing or of another kind.
-            UnsupportedModel: layers differ.
-        """
+        """Read a positive integer that is the same in all layers."""
         values = set(self.integers(name))
         if len(values) != 1:
             raise UnsupportedModel(
@@ -94,33 +72,21 @@ class Metadata:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Read a positive number, as the shortest decimal number of its float32.
-
-        Raises:
-            CheckpointError: the field is missing without a default, or of another kind.
-        """
+        """Read a positive number, as the shortest decimal number of its float32."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.wrong(name, value, "a positive number")
         return shortest(float(value))
 
     def flag(self, name: str, default: bool) -> bool:
-        """Read true or false.
-
-        Raises:
-            CheckpointError: the field is of another kind.
-        """
+        """Read true or false."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, value, "true or false")
         return value
 
     def window_pattern(self, default: int) -> tuple[bool, ...]:
-        """Read which layers have a window: a list, or the period of the layers without one.
-
-        Raises:
-            CheckpointError: the field is of another length or kind.
-        """
+        """Read which layers have a window: a list, or the period of the layers without one."""
         name, count = "attention.sliding_window_pattern", self.num_blocks
         value = self._get(name, default)
         if type(value) is int and value > 0:
@@ -130,11 +96,7 @@ class Metadata:
         raise self.wrong(name, value, f"a period or {count} flags")
 
     def text(self, name: str, default: str) -> str:
-        """Read a string.
-
-        Raises:
-            CheckpointError: the field is of another kind.
-        """
+        """Read a string."""
         value = self._get(name, default)
         if not isinstance(value, str):
             raise self.wrong(name, value, "a string")

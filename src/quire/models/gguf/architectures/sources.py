@@ -136,18 +136,7 @@ def find_sources(
     shapes: Shapes,
     ranges: Mapping[str, RowRange],
 ) -> tuple[TensorSource, ...]:
-    """Find the tensors of a file that make up a tensor of the family, joined on dimension 0.
-
-    Args:
-        architecture: names.
-        changes: changes of tensors, by the family's names.
-        name: name of the tensor in the family.
-        shapes: shapes of the file's tensors.
-        ranges: rows of tensors that stand for a tensor which the file lacks, by its name.
-
-    Raises:
-        CheckpointError: the file lacks a tensor, or it has an impossible shape.
-    """
+    """Find the tensors of a file that make up a tensor of the family, joined on dimension 0."""
     match = _LAYER.fullmatch(name)
     if match is None:
         stored = architecture.ends.get(name, name)

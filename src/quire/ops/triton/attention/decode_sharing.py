@@ -136,17 +136,7 @@ class Seen(NamedTuple):
 
 
 class SharedDecodes:
-    """Finds the shared tokens of the decodes of a cache group, and caches them for the next step.
-
-    Args:
-        rule: rule that decides which tokens are read once.
-        num_kv_heads: K; each head has programs of its own.
-        num_processors: number of processors of the GPU.
-        kernels: compiled code for the search; None for `find_shared`.
-
-    Attributes:
-        sharing: shared tokens that were found last; they hold for the present step, even if it needed no search.
-    """
+    """Finds the shared tokens of the decodes of a cache group, and caches them for the next step."""
 
     def __init__(
         self, rule: SharingRule, num_kv_heads: int, num_processors: int, kernels: StepWorkKernels | None

@@ -83,14 +83,7 @@ def num_parts(lengths: Tensor, num_real: int, length: int) -> Tensor:
 
 
 def parts_of(starts: Tensor, firsts: Tensor, ends: Tensor, parts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return the first token and the end of items, int64 [M] each.
-
-    Args:
-        starts: int64 [M], start of the first tile of each item's row.
-        firsts, ends: int64 [M], first token and end of each item's row.
-        parts: int64 [M], split index of each item in its row.
-        length: number of tokens of a split.
-    """
+    """Return the first token and the end of items, int64 [M] each."""
     begin = torch.add(starts, parts, alpha=length)
     return torch.maximum(begin, firsts), torch.minimum(begin.add_(length), ends)
 

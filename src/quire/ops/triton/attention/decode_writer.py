@@ -64,17 +64,7 @@ def decode_kernels() -> DecodeWorkKernels | None:
 
 
 class DecodeWriter:
-    """Writes the work items for layers with one number of query heads to a KV head.
-
-    Args:
-        tile_tokens: number of tokens of a program's tile.
-        most: upper bounds for the largest step.
-        num_rows: rows of the largest step.
-        num_kv_heads: K; each head has programs of its own.
-        num_processors: number of processors of the GPU.
-        buffers: destination of the items; nobody else writes to it.
-        kernels: compiled code; None for torch's operators.
-    """
+    """Writes the work items for layers with one number of query heads to a KV head."""
 
     def __init__(
         self,

@@ -75,17 +75,7 @@ class SharingRule(NamedTuple):
     def of(
         cls, tile: Tile, decode: Tile, group: int, block_size: int, token_bytes: int, dim: int, least_bytes: float
     ) -> SharingRule:
-        """Return the rule for layers with `group` query heads to a KV head.
-
-        Args:
-            tile: tile of a program over shared tokens.
-            decode: tile of a program over a sequence's own tokens, of which the first begins where the shared ones end.
-            group: number of query heads of a KV head.
-            block_size: N.
-            token_bytes: bytes of a token's key and value in one KV head.
-            dim: padded head dimension of a partial result.
-            least_bytes: bytes that must be saved, per KV head.
-        """
+        """Return the rule for layers with `group` query heads to a KV head."""
         unit = lcm(block_size, tile.tokens, decode.tokens)
         return cls(tile, group, unit, block_size, token_bytes, group * 4 * (dim + 2), least_bytes)
 
@@ -140,16 +130,7 @@ class FoundRanges(NamedTuple):
 
 
 def find_shared(candidates: Sequence[PrefixCandidate], block_ids: Tensor, rule: SharingRule) -> FoundRanges:
-    """Find the ranges of tokens that are read once.
-
-    Args:
-        candidates: sequences of the step, in its order.
-        block_ids: block tables, int64 on the host.
-        rule: rule by which reading once pays.
-
-    Returns:
-        Ranges: none where all together save too little.
-    """
+    """Find the ranges of tokens that are read once."""
     tables = _table_bytes(block_ids)
     keys = [_unit_bytes(tables, each, rule) for each in candidates]
     deciding = [rule.least_tokens] * len(candidates)

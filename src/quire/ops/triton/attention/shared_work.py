@@ -91,14 +91,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[SharedRange], rule: SharingRule, num_kv_heads: int, num_processors: int) -> Sharing:
-        """Cut shared ranges into splits, and divide their sequences among tiles.
-
-        Args:
-            found: shared ranges.
-            rule: rule by which they were found.
-            num_kv_heads: K; each head has programs of its own.
-            num_processors: number of processors of the GPU.
-        """
+        """Cut shared ranges into splits, and divide their sequences among tiles."""
         ranges = [TiledRange(list(_tiles(each.members, rule.tile_rows)), each.first, each.end) for each in found]
         num_tokens = sum(len(each.tiles) * (each.end - each.first) for each in ranges)
         length = split_length(num_tokens, num_kv_heads, num_processors, rule.tile.tokens)
@@ -112,11 +105,7 @@ class Sharing(NamedTuple):
         return cls(ranges, length, ends, num_parts)
 
     def work(self, places: Mapping[int, int]) -> SharedWork:
-        """Return the items.
-
-        Args:
-            places: index of the first partial result of each sequence that shares tokens.
-        """
+        """Return the items."""
         items: list[SharedItem] = []
         rows: list[SharedRow] = []
         num_before: Counter[int] = Counter()

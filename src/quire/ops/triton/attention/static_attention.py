@@ -49,18 +49,7 @@ class PlannedGroup(NamedTuple):
 
 
 class TritonStaticTokens:
-    """Decodes over one cache group; see `StaticTokens`.
-
-    Args:
-        kv: memory of the cache group.
-        window, chunk: see `AttentionBatch`.
-        memory: gives the buffers.
-        limits: the largest step.
-        device: the backend's.
-
-    Attributes:
-        block_ids: see `StaticTokens`.
-    """
+    """Decodes over one cache group; see `StaticTokens`."""
 
     def __init__(
         self,
@@ -149,15 +138,7 @@ class TritonStaticTokens:
         return torch.zeros_like(positions)
 
     def launch(self, group: int, num_rows: int, tile: Tile, rule: SharingRule, shares: bool) -> PlacedItems:
-        """Return the work items of a launch for steps of `num_rows` rows; their buffers are made at the first call.
-
-        Args:
-            group: number of query heads to a KV head.
-            num_rows: number of rows.
-            tile: tile of a program for such heads.
-            rule: conditions under which shared tokens are read once.
-            shares: the step can read them once.
-        """
+        """Return the work items of a launch for steps of `num_rows` rows; their buffers are made at the first call."""
         planned = self._planned.get(group)
         if planned is None:
             shared = self._most_shared(self._limits.num_rows, rule)
@@ -198,13 +179,7 @@ class TritonStaticTokens:
 
 
 class TritonStaticAttention(TritonStepAttention):
-    """Attention of decodes over one cache group: one launch for all rows, and one that combines splits.
-
-    Args:
-        batch: batch of a `TritonStaticTokens`.
-        kv: memory of the cache group.
-        device: the backend's.
-    """
+    """Attention of decodes over one cache group: one launch for all rows, and one that combines splits."""
 
     def __init__(self, batch: StaticAttentionBatch, kv: PagedKV, device: Device) -> None:
         super().__init__(batch, kv, device)

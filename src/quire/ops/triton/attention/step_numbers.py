@@ -126,13 +126,7 @@ def sharing_call(rule: SharingRule, num_kv_heads: int, num_processors: int) -> S
 
 
 def number_work(batch: AttentionBatch, cut: StepCut, kernels: StepWorkKernels | None) -> StepNumbers:
-    """Cut a step into items.
-
-    Args:
-        batch: rows and contexts of the step.
-        cut: the cut into items.
-        kernels: compiled code; None for `plan_work`.
-    """
+    """Cut a step into items."""
     if kernels is None:
         return StepNumbers.of(plan_work(batch, *cut))
     starts, lens, tables = (array("q", each) for each in (batch.row_starts, batch.context_lens, batch.block_starts))

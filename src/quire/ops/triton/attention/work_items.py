@@ -82,16 +82,7 @@ def plan_work(
     num_processors: int,
     rule: SharingRule | None = None,
 ) -> Work:
-    """Cut a step into items.
-
-    Args:
-        batch: rows and contexts of the step.
-        group: number of query heads of a KV head.
-        decode, prefill: tiles of the two kinds of sequences.
-        num_kv_heads: K; each head has programs of its own.
-        num_processors: number of processors of the GPU.
-        rule: conditions under which shared tokens are read once; None for never.
-    """
+    """Cut a step into items."""
     spans = list(_sequences(batch))
     few = [span for span in spans if span.num_rows * group <= decode.rows]
     sharing = NOTHING_SHARED

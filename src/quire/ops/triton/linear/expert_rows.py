@@ -49,13 +49,7 @@ def choose(logits: Tensor, experts: RoutedExperts) -> tuple[Tensor, Tensor]:
 
 
 def group_rows(chosen: Tensor, scores: Tensor, num_experts: int, here: range | None = None) -> RowGroups:
-    """Sort rows by expert on the device: the number of rows per expert is not copied to the host.
-
-    Args:
-        chosen, scores: [T, C], as `choose` returns them.
-        num_experts: number of experts on all ranks.
-        here: experts of this rank, which alone get groups; None for all.
-    """
+    """Sort rows by expert on the device: the number of rows per expert is not copied to the host."""
     num_rows, num_chosen = chosen.shape
     num_here = num_experts if here is None else len(here)
     flat, is_here = chosen.flatten(), None

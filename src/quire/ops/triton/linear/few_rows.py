@@ -34,14 +34,7 @@ class FewRowsTile(NamedTuple):
 
     @staticmethod
     def of(num_rows: int, num_columns: int, width: int, is_gated: bool) -> FewRowsTile | None:
-        """Return the tile for a matmul of `num_rows` rows [R, width]; None where the kernel does not support it.
-
-        Args:
-            num_rows: R.
-            num_columns: number of columns of the output.
-            width: number of inputs.
-            is_gated: each column has a gate, whose weights are read too.
-        """
+        """Return the tile for a matmul of `num_rows` rows [R, width]; None where the kernel does not support it."""
         columns, inputs, num_warps = 4, 512, 4
         if num_columns <= FEW_COLUMNS:
             inputs = 1024

@@ -19,14 +19,7 @@ INPUTS: Final = 64
 
 
 class PlainExpertLayer:
-    """A layer of all experts.
-
-    Args:
-        layers: layers of the experts, of equal shapes.
-
-    Attributes:
-        activation: activation of the layers' gate; None for none.
-    """
+    """A layer of all experts."""
 
     def __init__(self, layers: Sequence[TritonLinear]) -> None:
         self.activation = layers[0].activation

@@ -22,9 +22,6 @@ class TritonLinear:
         activation: activation of the gate; None for none.
         gate: `Ops.gate` of the backend.
         device: device of the weight.
-
-    Attributes:
-        weight, bias, activation: the arguments of these names.
     """
 
     __slots__ = ("_device", "_few", "_gate", "activation", "bias", "weight")
@@ -62,9 +59,5 @@ class TritonLinear:
         return y if self.activation is None else self._gate(y, self.activation)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the weight, as an embedding with tied weights: ids [T] to [T, in].
-
-        Raises:
-            IndexError: an id is out of range; a GPU reports that later, by a device-side assert.
-        """
+        """Look up rows of the weight, as an embedding with tied weights: ids [T] to [T, in]."""
         return torch.embedding(self.weight, ids)

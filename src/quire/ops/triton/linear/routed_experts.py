@@ -39,13 +39,7 @@ class GroupedLinear(Protocol):
 
 
 class TritonExperts:
-    """The experts of a layer.
-
-    Args:
-        experts: experts.
-        gate_ups, downs: the first and the second layers of all experts, each as one grouped layer.
-        gate: `Ops.gate` of the backend.
-    """
+    """The experts of a layer."""
 
     def __init__(
         self,

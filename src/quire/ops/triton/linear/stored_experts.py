@@ -46,15 +46,7 @@ class ExpertCodes(NamedTuple):
 
 
 class StoredExpertLayer:
-    """A layer of all experts: one launch for each form of its columns, usually one.
-
-    Args:
-        layers: layers of the experts, which are alike.
-        activation: activation of their gate; None for none.
-
-    Attributes:
-        activation: the argument of this name.
-    """
+    """A layer of all experts: one launch for each form of its columns, usually one."""
 
     def __init__(self, layers: Sequence[TritonQuantizedLinear], activation: Activation | None) -> None:
         self.activation = activation

@@ -113,11 +113,6 @@ class TritonQuantizedLinear:
         weight: weight without plain parts.
         bias: [out], or None.
         device: device of the weight.
-
-    Attributes:
-        parts: columns by their form.
-        bias: the argument of this name.
-        rounds_inputs: True if rows are quantised for all parts.
     """
 
     __slots__ = ("_device", "_dtype", "_tables", "bias", "parts", "rounds_inputs")
@@ -219,11 +214,7 @@ class TritonStoredLinear(TritonQuantizedLinear):
     __slots__ = ()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the weight: ids [T] to [T, in].
-
-        Raises:
-            IndexError: an id is not that of a row.
-        """
+        """Look up rows of the weight: ids [T] to [T, in]."""
         try:
             return self._look_up(ids)
         except IndexError as error:  # a GPU reports it later, by a device-side assert
