@@ -1,7 +1,8 @@
 # make run    a demonstration: conversations with the bundled model, served at once; offline, on any CPU
 # make test   the test suite
-# make lint   formatting, types, layers, sizes, docs  make ci     everything that CI runs
-# make bench  the benchmarks of docs/performance.md   make clean  remove what the above created
+# make lint   formatting, types, layers, sizes, docs  make ci     everything that CI runs for this commit
+# make bench  the benchmarks of docs/performance.md   make full   all suites, recorded in docs/lab/full-runs.md
+# make clean  remove what the above created
 #
 # The environment is made in .venv at the first command and again when pyproject.toml changes; the native kernels are
 # compiled when their sources or the compiler have changed.
@@ -17,7 +18,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 # Where it is set, each process of the tests compiles Quire's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test lint bench ci clean native
+.PHONY: run test lint bench ci full clean native
 .PRECIOUS: $(VENV)/.quire-%
 
 # The bundled model is too small to gain from a second thread, and on a busy machine threads wait for one another.
@@ -43,6 +44,9 @@ bench: $(VENV)/.quire-bench
 
 ci:
 	.ci/run
+
+full:
+	.ci/run --full
 
 $(VENV)/.quire-%: pyproject.toml tools/setup_env.py | native
 	$(PYTHON) tools/setup_env.py --venv $(VENV) --extra $*

@@ -185,7 +185,7 @@ def parse_size(text: str) -> int:
 
 
 def refuse_unknown(command: str, unknown: list[str], known: Collection[str]) -> NoReturn:
-    """End the command because of unknown arguments, with the nearest known flag, a hint for one of vLLM's, or its help."""
+    """End the command for unknown arguments, with the nearest known flag, a hint for one of vLLM's, or its help."""
     hints = ""
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
         name = flag.removeprefix("--").replace("-", "_")

@@ -312,7 +312,7 @@ class Scheduler:
         return scheduled, spare + leaves_room
 
     def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
-        """Append `count` slots to each sequence of a group, where needed after preempting sequences not scheduled yet."""
+        """Append `count` slots to each sequence of a group; preempt sequences not scheduled yet if memory is short."""
         while count and not append_to_group(self.memory, group, count):
             unscheduled = self.running[position + len(group) :]
             if unscheduled:

@@ -308,7 +308,7 @@ def _find(
 
 
 def _variants(compared: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the changes of each variant of --compare, by its name; all combinations where there are several options."""
+    """Return the changes of each variant of --compare, by its name; several options are combined."""
     axes: dict[str, dict[str, Any]] = {}
     for text in compared:
         short, sign, values = text.partition("=")

@@ -120,7 +120,7 @@ class DiskPrefetcher:
         *,
         exports: bool = False,
     ) -> Seq[StoredBlock]:
-        """Copy published blocks of a chain to the stores, or for other engines only; the stores write asynchronously."""
+        """Copy published blocks of a chain to the stores, which write asynchronously, or for other engines only."""
         ops = self._disk_tier.exporting_ops(chain, num_blocks, wants)
         keys = [record_key(self._disk.store.identity, block) for block in ops.saves] if exports else None
         try:

@@ -93,7 +93,7 @@ class LoadedModel:
 
 
 def load_part(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
-    """Load the part of a model that this process computes, and build its engine; see `quire.engine.startup.start.load`."""
+    """Load the part of a model that this process computes, and build its engine; see `startup.start.load`."""
     try:
         return _load(config, wrap, ranks)
     except torch.OutOfMemoryError as error:

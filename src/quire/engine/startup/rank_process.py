@@ -88,7 +88,7 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
 
 
 def _commands_of_parts(loaded: LoadedModel, *, runs_ahead: bool) -> dict[str, Callable[..., None]]:
-    """Return the functions that repeat the commands of rank 0 to other parts than the scheduler; see `CommandReplay`."""
+    """Return the functions that repeat rank 0's commands to parts beside the scheduler; see `CommandReplay`."""
     engine, prefetch = loaded.engine, loaded.disk_prefetch
     commands: dict[str, Callable[..., None]] = {}
     if engine.adapters is not None and isinstance(engine.adapters.slots, FollowerSlots):

@@ -38,7 +38,7 @@ class BeamRow(NamedTuple):
 def find_candidates(
     logits: torch.Tensor, rows: Sequence[BeamRow], groups: Sequence[BeamGroup], keep: KeepTokens
 ) -> tuple[list[tuple[Candidate, ...]], dict[int, str]]:
-    """Return the best continuations of each group; of equals the earlier beam's, then the lower token id, come first."""
+    """Return the best continuations of each group; ties go to the earlier beam, then to the lower token id."""
     width = min(max(group.num_candidates for group in groups), logits.shape[1])
     values, ids, errors = _best_of_rows(logits, rows, width, keep)
     values += torch.tensor([score for group in groups for score in group.scores], device=logits.device)[:, None]

@@ -47,7 +47,7 @@ def pinned_bytes(num_bytes: int) -> Tensor:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host: queued on the stream; the host waits only when it reads the copy."""
+    """An asynchronous copy of a tensor to the host, queued on the stream; the host waits only when it reads it."""
 
     __slots__ = ("_event", "_tensor")
 

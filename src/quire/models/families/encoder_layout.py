@@ -116,7 +116,7 @@ def read_labels(config: HFConfig) -> tuple[str, ...]:
 
 
 def read_scores(config: HFConfig, num_labels: int) -> Literal["sigmoid", "softmax", "none"]:
-    """Read the function from logits to scores: the sigmoid of one class, the softmax over several, unless it is stated."""
+    """Read the function from logits to scores; by default the sigmoid of one class, the softmax over several."""
     own = config.part("sentence_transformers")
     field, name = "sbert_ce_default_activation_function", "activation_fn"
     stated = own.text(name, "") if own is not None and own.has(name) else config.text(field, "")

@@ -54,7 +54,7 @@ def find_forms(write: Write) -> dict[str, str]:
 
 
 def _first_written(tried: Iterable[tuple[str, Iterable[list[dict[str, Any]]]]], write: Write) -> str | None:
-    """Return the first form with a conversation whose word is written; `NOWHERE` without one, None if all are refused."""
+    """Return the first form with a conversation whose word is written; `NOWHERE` if none, None if all are refused."""
     is_accepted = False
     for form, conversations in tried:
         for messages, tools in product(conversations, (None, [TOOL])):
