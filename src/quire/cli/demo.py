@@ -33,7 +33,12 @@ SHORT_MAX_TOKENS = 32
 
 
 def run(llm: LLM, given: dict[str, Any]) -> int:
-    """Run all conversations turn by turn, then several samples of one prompt, and report the use of memory."""
+    """Run all conversations turn by turn, then several samples of one prompt, and report the use of memory.
+
+    Args:
+        llm: engine with a chat model.
+        given: sampling parameters that the user has set.
+    """
     if given.get("n", 1) != 1:
         raise ConfigError("the demonstration chooses n itself; leave it out", field="n")
     if "beam_width" in given:

@@ -52,7 +52,11 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command.
+
+    Raises:
+        QuireError: an option, a prompt or a parameter is refused.
+    """
     given = sampling_options(args) | structured_options(args)
     prompts = [] if args.demo else _prompts(args)
     if not prompts and not args.demo and args.model != "bundled":

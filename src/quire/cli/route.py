@@ -72,7 +72,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pass requests on until a stop signal arrives."""
+    """Pass requests on until a stop signal arrives.
+
+    Raises:
+        ConfigError: an option is unusable.
+    """
     import logging
 
     from quire.errors import ConfigError

@@ -27,7 +27,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a stop signal arrives or the engine has died."""
+    """Serve until a stop signal arrives or the engine has died.
+
+    Raises:
+        ConfigError: an option is unusable.
+    """
     import logging
 
     from quire.config import EngineConfig

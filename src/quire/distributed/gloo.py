@@ -23,7 +23,15 @@ END_TIMEOUT_S: Final = 5.0
 
 
 class GlooTransport:
-    """A rank's part of a group over sockets."""
+    """A rank's part of a group over sockets.
+
+    Args:
+        store: store through which the ranks find each other.
+        rank: number of this rank.
+        size: number of ranks.
+        timeout_s: time within which a rank that lives must take part in an operation.
+        hostname: name or address of this host's interface; None for the one that its name resolves to.
+    """
 
     name = "gloo"
 

@@ -46,7 +46,22 @@ def make_memory(page_bytes: int, size: int, more_bytes: int = 0) -> int:
 
 
 class SharedMemoryTransport:
-    """A rank's part of a group on one host."""
+    """A rank's part of a group on one host.
+
+    Args:
+        library: compiled kernels.
+        descriptor: memory of `make_memory`; closed here.
+        rank: number of this rank.
+        size: number of ranks.
+        timeout_s: time within which a rank that lives must take part in an operation.
+        num_cores: number of cores of this host; ranks that have none of their own do not poll.
+        offset: place of the group in the memory, in bytes.
+        slot_bytes: bytes of a slot.
+        members: numbers of the group's ranks among all of the model; none where these are all.
+
+    Attributes:
+        call: the group as native calls take it.
+    """
 
     name = "shared memory"
 

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 class AsyncAdapters:
-    """Loads and unloads adapters between two steps of an engine."""
+    """Loads and unloads adapters between two steps of an engine.
+
+    Args:
+        registry: registry of the engine; None without `enable_lora`.
+        call: function that runs another one in the engine's thread, between two steps, and returns its result.
+    """
 
     def __init__(
         self, registry: AdapterRegistry | None, call: Callable[[Callable[[Any], Any]], Awaitable[Any]]
@@ -33,7 +38,17 @@ class AsyncAdapters:
         return self.loaded
 
     async def load(self, lora_request: LoRARequest, *, is_kept: bool = True) -> LoadedAdapter:
-        """Load an adapter."""
+        """Load an adapter.
+
+        Args:
+            lora_request: name and path.
+            is_kept: False for an adapter that gives way to others when no request uses it.
+
+        Raises:
+            RequestError: the name is in use and `load_inplace` is not set, the folder has no adapter that fits, or the
+                GPU has no memory left for it.
+            WorkerError: the engine is dead.
+        """
         registry = require_adapters(self._registry)
         while True:
             try:
@@ -56,12 +71,21 @@ class AsyncAdapters:
         return found.pop()
 
     async def unload(self, lora_name: str) -> None:
-        """Unload an adapter: requests that use it go on, new ones are refused."""
+        """Unload an adapter: requests that use it go on, new ones are refused.
+
+        Raises:
+            RequestError: no adapter of that name is loaded.
+            WorkerError: the engine is dead.
+        """
         registry = require_adapters(self._registry)
         await self._call(lambda _: registry.unload(lora_name))
 
     async def ready(self, lora_request: LoRARequest | None) -> LoRARequest | None:
-        """Load the adapter of a request if it is not loaded; return the request for the loaded one."""
+        """Load the adapter of a request if it is not loaded; return the request for the loaded one.
+
+        Raises:
+            RequestError: see `load`.
+        """
         if self._registry is None or not isinstance(lora_request, LoRARequest):
             return lora_request  # the engine refuses it, unless it is None
         if self._registry.find(lora_request) is None:

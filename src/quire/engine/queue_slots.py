@@ -76,7 +76,18 @@ class DepartureRate:
 
 
 class QueueSlots:
-    """Counts the slots of the waiting queue; thread-safe."""
+    """Counts the slots of the waiting queue; thread-safe.
+
+    Args:
+        limit: number of slots; None for no limit.
+        num_queued: function that returns the number of requests waiting in the scheduler.
+        clock: seconds, monotonic.
+
+    Attributes:
+        num_unstarted: number of requests that were submitted, but neither started nor refused yet.
+        on_change: function that is called with the number of taken slots, and the seconds after which a refused client
+            should try again, whenever they may have changed; None to call no function.
+    """
 
     def __init__(
         self, limit: int | None, num_queued: Callable[[], int], clock: Callable[[], float] = time.monotonic
@@ -95,7 +106,12 @@ class QueueSlots:
         return self._num_queued() + self.num_unstarted
 
     def reserve(self, count: int) -> SlotReservation:
-        """Reserve slots."""
+        """Reserve slots.
+
+        Raises:
+            InvalidParameter: the queue has fewer slots in all.
+            QueueFull: fewer slots are free; nothing is reserved.
+        """
         if self._limit is not None and count > self._limit:
             allowed = f"at most {self._limit} prompts, as many as may wait (max_queue_len)"
             raise InvalidParameter("prompt", f"{count} prompts", allowed)
@@ -106,7 +122,11 @@ class QueueSlots:
         return SlotReservation(self._give_back, count)
 
     def check(self) -> None:
-        """Check that a slot is free."""
+        """Check that a slot is free.
+
+        Raises:
+            QueueFull: no slot is free.
+        """
         self._check(1)
 
     def put(self) -> None:

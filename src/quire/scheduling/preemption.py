@@ -63,7 +63,20 @@ class PreemptionCost(NamedTuple):
 
 
 class Preemption:
-    """Preemption of running sequences."""
+    """Preemption of running sequences.
+
+    Args:
+        memory: manager of the KV cache.
+        queues: queues of the scheduler.
+        registry: registry of the sequences, which restarts searches.
+        stats: counters of the scheduler.
+        policy: name in `PREEMPTION_POLICIES`.
+        mode: "recompute"; "swap", where the siblings and the host tier allow it; or "auto", the cheaper of both.
+            Without a host tier every mode is "recompute".
+
+    Attributes:
+        rates: rates from which "auto" and the policies estimate costs.
+    """
 
     def __init__(
         self,
@@ -84,7 +97,11 @@ class Preemption:
         self._mode = mode if memory.usage().host else "recompute"
 
     def preempt(self, candidates: Seq[Sequence]) -> None:
-        """Preempt one running sequence with its lockstep group, or swap it out with all its siblings."""
+        """Preempt one running sequence with its lockstep group, or swap it out with all its siblings.
+
+        Args:
+            candidates: all sequences after the one that needs memory, in order; none of them is scheduled.
+        """
         victim = self._choose(candidates, lambda sequence: self._cost(sequence, candidates).waste)
         cost = self._cost(victim, candidates)
         self._stats.num_preemptions += len(cost.victims)
@@ -102,6 +119,10 @@ class Preemption:
         """Free a sequence's blocks on either tier; it waits at its old position and computes its tokens again.
 
         For a beam, all beams of its search are freed, and the search waits to start again from its prompt.
+
+        Args:
+            sequence: running or swapped sequence.
+            is_sound: see `KVCacheManager.free`.
         """
         if sequence.is_beam:
             self._registry.restart(sequence.request)
@@ -112,7 +133,14 @@ class Preemption:
         self._queues.move(sequence, SequenceStatus.WAITING)
 
     def recover(self, plan: StepPlan) -> tuple[str, ...]:
-        """Recompute the sequences that hold target blocks of failed copies, and unpublish these blocks."""
+        """Recompute the sequences that hold target blocks of failed copies, and unpublish these blocks.
+
+        Args:
+            plan: plan of a failed step, whose sequences have ended.
+
+        Returns:
+            The names of the pins that are lost.
+        """
         finished_ids = self._queues.finished_ids
         # No duplicates: a sequence may be finished and opened again by the same plan, and have ended with it.
         finished_ids[:] = dict.fromkeys((*plan.finished_ids, *finished_ids))

@@ -14,6 +14,14 @@ _KEY = attrgetter("key")
 class Queues:
     """The waiting, running and swapped sequences.
 
+    Attributes:
+        waiting: sequences without memory, new or preempted.
+        running: sequences with memory on the device.
+        swapped: sequences with memory on the host; the data plane still knows them.
+        held: running sequences that the present plan leaves out, which are not in `running` meanwhile; see
+            `MicrobatchScheduler`. Empty between plans.
+        finished_ids: ids of the sequences that the next executed plan tells the data plane to forget.
+
     Invariants: S1 (one queue), S5 (legal changes), S6 (each queue in order).
     """
 
@@ -36,7 +44,11 @@ class Queues:
         insort(self._by_status[sequence.status], sequence, key=_KEY)
 
     def move(self, sequence: Sequence, status: SequenceStatus) -> None:
-        """Change a sequence's status and queue; a finished sequence is in no queue."""
+        """Change a sequence's status and queue; a finished sequence is in no queue.
+
+        Raises:
+            InvariantViolation: S5, a change that is not allowed.
+        """
         old = self._by_status[sequence.status]
         sequence.move_to(status)
         old.remove(sequence)

@@ -51,7 +51,11 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command.
+
+    Raises:
+        QuireError: an option is refused, or the prompts do not fit the engine.
+    """
     given = given_shape(args)
     if args.workload is not None and given:
         flag = "--" + next(iter(given)).replace("_", "-")

@@ -49,7 +49,11 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command.
+
+    Raises:
+        QuireError: an option, a model or the text is refused.
+    """
     options = checked_engine_options(args)
 
     from quire.config import EngineConfig

@@ -86,7 +86,11 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command.
+
+    Raises:
+        QuireError: an option or a line of the trace is wrong, or the server does not answer.
+    """
     from quire.measurement.bench.client import Client
     from quire.measurement.bench.http_client import Endpoint
     from quire.measurement.bench.load_report import Targets, load_lines, summarise

@@ -154,7 +154,11 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command.
+
+    Raises:
+        QuireError: an option, a file or a line of the trace is wrong.
+    """
     from quire.cli.measurement.simulate_output import comparison_lines, figures_of, found_lines, report_lines
 
     level = NO_LIMITS if args.slo is None else ServiceLevel.parse(args.slo)

@@ -54,7 +54,11 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command.
+
+    Raises:
+        QuireError: an option or parameter is refused; with piped input also a refused question or command.
+    """
     given = sampling_options(args) | structured_options(args)
     check_chat_parameters(given)
     SamplingParams(**given)  # validates the parameters before a model is loaded

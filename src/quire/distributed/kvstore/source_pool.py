@@ -73,7 +73,19 @@ class Inquiry:
 
 
 class SourcePool:
-    """Threads that answer inquiries, each with its own connection."""
+    """Threads that answer inquiries, each with its own connection.
+
+    Args:
+        name: name of the threads.
+        connect: function that connects to the source, within a time limit.
+        timeout_s: time limit of an inquiry, from the time at which a thread sends it.
+        num_threads: number of threads.
+        breaker: circuit breaker of the source.
+        clock: clock in seconds.
+
+    Attributes:
+        num_failures: number of inquiries that failed.
+    """
 
     def __init__(
         self,

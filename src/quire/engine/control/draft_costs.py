@@ -29,6 +29,12 @@ class DraftCosts:
     A step that overlaps another in flight is not measured. From the end of one to the end of the next is the time of
     the device, or that of the host for a whole step, whichever is longer, and less where the host was late to read the
     first of them. A step alone takes the time from its launch to its end, to which other load can only add.
+
+    Args:
+        num_tokens: largest number of drafts of a sequence in a step.
+
+    Attributes:
+        needs_baseline: True where the next step should have no drafts, so that the baseline is measured.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -42,7 +48,13 @@ class DraftCosts:
         self._num_since_baseline = 0
 
     def record_step(self, num_seqs: int, num_drafts: int, elapsed_s: float | None) -> None:
-        """Record the duration of a step that only decoded."""
+        """Record the duration of a step that only decoded.
+
+        Args:
+            num_seqs: sequences of the step.
+            num_drafts: drafts of all sequences together.
+            elapsed_s: duration in seconds; None where the step overlapped another.
+        """
         baseline_s = self._baseline_s.get(num_seqs)
         if num_drafts or elapsed_s is None:
             self._num_since_baseline += 1

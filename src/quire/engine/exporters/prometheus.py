@@ -41,6 +41,12 @@ class Metrics:
     Each object has its own registry, so that metrics of two engines in a process never mix. The values of labels are
     the model's name, finish reasons, preemption modes, positions of drafts, sources of tokens, reasons for computing
     them, the engine's configuration, and names of adapters; no text of clients.
+
+    Args:
+        model_name: value of the label `model_name`, as served.
+        prefix: prefix of each name, before the colon.
+        registry: registry of the metrics; None makes a new one.
+        clock: clock of the engine's timestamps, monotonic, in seconds.
     """
 
     def __init__(
@@ -110,7 +116,14 @@ class Metrics:
             self._params_max_tokens.observe(params.max_tokens)
 
     def on_http_request(self, route: str, method: str, status: int, count: int = 1) -> None:
-        """Count answered HTTP requests."""
+        """Count answered HTTP requests.
+
+        Args:
+            route: path of the route.
+            method: HTTP method.
+            status: status of the answer; counted by its class, such as "2xx".
+            count: number of requests.
+        """
         self._http_requests.labels(route, method, f"{status // 100}xx").inc(count)
 
     def on_outputs(self, deltas: Iterable[RequestOutput]) -> None:

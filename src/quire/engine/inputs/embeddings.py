@@ -19,7 +19,14 @@ _FIELDS = {"offset", "embeddings"}
 
 
 class EmbeddingsReader:
-    """Reads the media of prompts for one model."""
+    """Reads the media of prompts for one model.
+
+    Args:
+        width: E of the hidden states.
+        dtype: dtype of the hidden states.
+        key: secret of at most 64 bytes, constant as long as the cache is kept: clients, who do not know it, cannot
+            construct media with the digest of other media.
+    """
 
     def __init__(self, width: int, dtype: torch.dtype, key: bytes) -> None:
         self._width = width
@@ -33,6 +40,10 @@ class EmbeddingsReader:
             value: a list of mappings with `offset` (index of the first replaced token) and `embeddings`, a tensor
                 [tokens, E].
             num_tokens: number of tokens of the prompt.
+
+        Raises:
+            InvalidParameter: another type; embeddings of another width or dtype, empty, or not finite; media outside
+                the prompt, or overlapping media.
         """
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
             raise InvalidParameter("media", value, "a list of mappings with offset and embeddings")

@@ -146,7 +146,16 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Keeps the texts and outputs of all unfinished requests."""
+    """Keeps the texts and outputs of all unfinished requests.
+
+    Args:
+        tokenizer: the tokenizer; None gives token ids only.
+        clock: seconds, monotonic.
+
+    Attributes:
+        states: unfinished requests by id.
+        updated: unfinished requests with new tokens or an end since `take_outputs`.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
         self._tokenizer = tokenizer
@@ -158,7 +167,14 @@ class OutputProcessor:
         return request_id in self.states
 
     def add_request(self, request: Request, prompt: str | None, arrival_s: float, *, final_only: bool = False) -> None:
-        """Begin a request's outputs."""
+        """Begin a request's outputs.
+
+        Args:
+            request: the request, with an id that no unfinished request has.
+            prompt: text of its prompt, None where it came as token ids.
+            arrival_s: time of its arrival, on the clock.
+            final_only: see `Engine.add_request`.
+        """
         metrics = RequestMetrics(arrival_s=arrival_s)
         state = RequestState(request, prompt, self._tokenizer, metrics, final_only=final_only)
         self.states[request.request_id] = state
@@ -178,7 +194,16 @@ class OutputProcessor:
     def add_tokens(
         self, events: Iterable[SequenceEvent], results: Seq[ItemResult]
     ) -> tuple[int, list[tuple[Sequence, str]], list[tuple[str, str]]]:
-        """Add the tokens of a step, which the scheduler has appended to their sequences, to the outputs."""
+        """Add the tokens of a step, which the scheduler has appended to their sequences, to the outputs.
+
+        Args:
+            events: events of the sequences, in order, each with the index of the item's result.
+            results: one for each item of the step.
+
+        Returns:
+            The number of tokens that were added to outputs; (sequence, stop string) of the sequences whose text reached
+            a stop string; (request id, error) of the requests whose strategy failed.
+        """
         states, updated = self.states, self.updated
         num_generated = 0
         stopped: dict[Sequence, str] = {}
@@ -213,7 +238,12 @@ class OutputProcessor:
     def take_outputs(
         self, may_hold: Callable[[], bool] | None = None, *, with_progress: bool = False
     ) -> list[RequestOutput]:
-        """Return the outputs of all requests with new tokens or an end, and forget those that have finished."""
+        """Return the outputs of all requests with new tokens or an end, and forget those that have finished.
+
+        Args:
+            may_hold: see `Engine.step`.
+            with_progress: True to include unfinished requests with `final_only`; else they have one output, at the end.
+        """
         if with_progress:
             begun = {name: each for name, each in self.states.items() if each.final_only and each.metrics.first_token_s}
             self.updated |= begun

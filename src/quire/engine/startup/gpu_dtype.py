@@ -15,7 +15,16 @@ BFLOAT16_CAPABILITY = (8, 0)
 
 
 def dtype_on(device: str, dtype: torch.dtype, option: str) -> torch.dtype:
-    """Return the dtype of the weights on a device: float16 where the GPU has no bfloat16 and `option` is "auto"."""
+    """Return the dtype of the weights on a device: float16 where the GPU has no bfloat16 and `option` is "auto".
+
+    Args:
+        device: "cpu" or "cuda".
+        dtype: dtype that results from the option and the checkpoint.
+        option: value of the option `dtype`.
+
+    Raises:
+        ConfigError: see `dtype_for`.
+    """
     return dtype if device != "cuda" else dtype_for(torch.cuda.get_device_capability(), dtype, option)
 
 

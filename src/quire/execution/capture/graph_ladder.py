@@ -78,6 +78,18 @@ class GraphLadder:
     Steps that read shared prefixes once need additional launches, which would slow down other steps. So they are
     captured separately, for fewer sizes: padding costs little compared to what they save. Steps with adapters, with
     two more launches per linear layer, are separate too; in these each row reads its shared prefix by itself.
+
+    Args:
+        decoder: the model, whose backend makes static steps.
+        storages: memory of its cache groups; of an MTP head, only of the first groups, those that its layers read.
+        sizes: numbers of rows to capture, ascending.
+        limits: the largest step.
+        block_size: N.
+        capture: captures calls.
+        first_group: index of the first of its cache groups in the block tables.
+
+    Raises:
+        RuntimeError: a step cannot be captured.
     """
 
     def __init__(
@@ -181,7 +193,14 @@ class GraphLadder:
         adapted: LoraRows | None = None,
         counts: Sequence[int] | None = None,
     ) -> ReplayedStep:
-        """Compute a step."""
+        """Compute a step.
+
+        Args:
+            items: items that `takes` accepted.
+            builder: has their block tables, with a slot for the token of each.
+            adapted: rows with adapters that `takes_adapters` accepted; None if no row has an adapter.
+            counts: number of consecutive items of each sequence; None if each sequence has one item.
+        """
         count, laid = len(items), self._lay_out(items, builder, counts)
         shares = adapted is None and bool(self._sharing_steps) and self._share(laid)
         steps = self._sharing_steps if shares else self._steps if adapted is None else self._adapted_steps

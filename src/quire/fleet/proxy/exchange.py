@@ -99,7 +99,18 @@ class BodyBudget:
 
 
 class Exchange:
-    """One request of a client, and what was sent of its answer."""
+    """One request of a client, and what was sent of its answer.
+
+    Args:
+        scope: ASGI's scope.
+        body: body of the request, read to its end.
+        receive: ASGI's function that tells when the client has left.
+        send: ASGI's function that sends the answer.
+
+    Attributes:
+        has_begun: True once a part of the answer was sent.
+        last_busy: status and Retry-After of the last server that was busy.
+    """
 
     def __init__(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         self.path: str = scope["path"]
@@ -118,7 +129,11 @@ class Exchange:
         self._left: asyncio.Future[None] | None = None
 
     async def send_to(self, upstream: Requester) -> Answer:
-        """Send the request to a server and return its answer, of which the head has arrived."""
+        """Send the request to a server and return its answer, of which the head has arrived.
+
+        Raises:
+            UpstreamLost: there is none.
+        """
         named = {name.strip().lower() for key, value in self._raw if key == b"connection" for name in value.split(b",")}
         headers = [(key, value) for key, value in self._raw if key not in HOP_BY_HOP and key not in named]
         headers.append((b"x-request-id", self.request_id.encode()))
@@ -131,7 +146,17 @@ class Exchange:
         on_stream: Callable[[], None],
         on_lost: Callable[[UpstreamLost], None],
     ) -> str:
-        """Have a server answer the request."""
+        """Have a server answer the request.
+
+        Args:
+            upstream: sender of the request.
+            replica: function that returns the server's name, once the head of its answer has arrived.
+            on_stream: function that is called with the first part of a stream.
+            on_lost: function that is called where the server is lost.
+
+        Returns:
+            How it ended: "answered", "left" by the client, "busy", "lost" before the first byte, or "cut off".
+        """
         answer: Answer | None = None
         cutter: EventCutter | None = None
         try:
@@ -195,7 +220,14 @@ class Exchange:
         cutter: EventCutter | None = None,
         on_first_part: Callable[[], None] | None = None,
     ) -> bool:
-        """Send a server's answer to the client; the head only with the first part of the body."""
+        """Send a server's answer to the client; the head only with the first part of the body.
+
+        Returns:
+            False where the client has left.
+
+        Raises:
+            UpstreamLost: the answer is not whole.
+        """
         cutter = cutter or EventCutter(response.header(b"content-type"))
         self._is_stream = cutter.is_stream
         parts = response.parts()
@@ -215,14 +247,22 @@ class Exchange:
                 return True
 
     async def cut_off(self, why: str) -> None:
-        """End an answer that has begun: a stream with an error, another one by closing the connection."""
+        """End an answer that has begun: a stream with an error, another one by closing the connection.
+
+        Raises:
+            ConnectionError: it is no stream; the client sees that the answer is not whole.
+        """
         if not self._is_stream:
             raise ConnectionAbortedError(why)
         error = ApiError(503, why, code="replica_lost", headers={"Retry-After": "1"})
         await self._send_body(error_event(self.path, error), more=False)
 
     async def give_up(self, was_tried: bool) -> None:
-        """Refuse the request: no server can take it now."""
+        """Refuse the request: no server can take it now.
+
+        Raises:
+            ApiError: 429 or 503 with Retry-After.
+        """
         if self.last_busy is not None:
             status, retry_after = self.last_busy
             raise ApiError(

@@ -23,6 +23,16 @@ def read_quality_text(tokenizer: Tokenizer, file: Path | None, max_length: int, 
     """Read a text as sequences of at least two tokens; long documents are divided.
 
     Each part begins with the token that begins a text, where the tokenizer adds one.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        file: a document in plain text, or one document a line of JSON lines (`text` or `messages`); None for the
+            bundled text.
+        max_length: maximum number of tokens of a sequence.
+        max_tokens: maximum number of tokens of all sequences together; 0 for no limit.
+
+    Raises:
+        ConfigError: the file cannot be read, has a malformed line, or has no two tokens.
     """
     path = bundled_text(BUNDLED_TEXT) if file is None else file
     sequences: list[list[int]] = []

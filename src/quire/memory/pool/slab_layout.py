@@ -96,7 +96,16 @@ class SlabLayout(NamedTuple):
 
 
 def lay_out(block_bytes: Sequence[int], *, num_bytes: int | None = None, num_slabs: int | None = None) -> SlabLayout:
-    """Choose the smallest slab in which every group's blocks fit nearly without loss."""
+    """Choose the smallest slab in which every group's blocks fit nearly without loss.
+
+    Args:
+        block_bytes: bytes of a block of each group.
+        num_bytes: number of bytes of the range; or
+        num_slabs: number of slabs.
+
+    Raises:
+        ValueError: both or neither are given, or there is no room for a slab.
+    """
     slab_bytes, first_byte = _smallest_slab(block_bytes)
     if (num_bytes is None) == (num_slabs is None):
         raise ValueError("exactly one of num_bytes and num_slabs must be set")

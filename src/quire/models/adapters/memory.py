@@ -20,6 +20,9 @@ class AdapterMemory:
 
     What steps need is not set aside in PyTorch's allocator, so an adapter that takes it would fail the largest steps of
     other requests. It is refused instead.
+
+    Attributes:
+        make_room: function that gives up an adapter that nobody may need, and returns False where there is none.
     """
 
     def __init__(self) -> None:
@@ -42,7 +45,16 @@ class AdapterMemory:
         return MemoryClaim(self)
 
     def take(self, num_bytes: int, of_one: int) -> None:
-        """Take bytes."""
+        """Take bytes.
+
+        Args:
+            num_bytes: the bytes.
+            of_one: bytes that the same adapter has taken before.
+
+        Raises:
+            InvalidAdapter: the adapter takes more than all may.
+            OutOfAdapterMemory: not so many are left.
+        """
         while not self._fits(num_bytes):
             limit = f"the GPU has {self._limit:,} bytes for adapters beside the KV cache and the largest step"
             needed, advice = of_one + num_bytes, "start with a smaller gpu_memory_utilization"

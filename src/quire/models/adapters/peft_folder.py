@@ -79,7 +79,18 @@ _Pair = tuple[Tensor, Tensor]
 
 
 def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayers, max_rank: int) -> PeftAdapter:
-    """Read an adapter."""
+    """Read an adapter.
+
+    Args:
+        folder: folder of the two files.
+        shapes: widths of the modules that take adapters, by `module_key`.
+        experts: layers of single experts.
+        max_rank: largest rank that is accepted.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, the adapter asks for something that is not implemented, or it
+            does not fit the model; the message names the file, and the field or the tensor.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"the adapter {folder} is no folder; one with {CONFIG_FILE} and {TENSORS_FILE} is needed")
     config = PeftConfig(read_object(folder / CONFIG_FILE), folder / CONFIG_FILE)

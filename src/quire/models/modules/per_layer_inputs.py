@@ -21,7 +21,17 @@ from quire.ops.interface.quantized_weight import StoredWeight
 
 
 class PerLayerEmbedding:
-    """The sum of each token's rows of a table, one for each layer, and of what its embedding is projected to."""
+    """The sum of each token's rows of a table, one for each layer, and of what its embedding is projected to.
+
+    Args:
+        inputs: the table and the norm of what is projected.
+        num_layers: L.
+        width: E.
+        ranks: ranks that divide the table's rows among them; None for one.
+
+    Attributes:
+        slots: "embedding", "projection" and "norm".
+    """
 
     def __init__(
         self,
@@ -57,7 +67,12 @@ class PerLayerEmbedding:
         self._look_up = look_up if self._ranks is None else RowsOfRanks(look_up, self._vocab_size, self._ranks)
 
     def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
-        """Return what the layers are told, [T, L, P]."""
+        """Return what the layers are told, [T, L, P].
+
+        Args:
+            input_ids: [T] of int64.
+            x: their embeddings, scaled, [T, E].
+        """
         of_token = self._look_up(input_ids) * self._table_scale
         projected = self._projection.run(x) * self._projection_scale
         normed = self._norm(projected.view(-1, self._shape[1])).view(of_token.shape)

@@ -155,7 +155,14 @@ def weight_bytes(
 def triton_bytes(
     spec: ModelSpec, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False
 ) -> int:
-    """Return the bytes of a model's weights with Triton's kernels, which lay rounded ones out in their own way."""
+    """Return the bytes of a model's weights with Triton's kernels, which lay rounded ones out in their own way.
+
+    Args:
+        spec: specification of the model.
+        element_bytes: bytes of an element of the weights' dtype.
+        quantization: rounding of the weights of linear layers; a rounded head is there beside a tied table.
+        is_mxfp4: see `ParameterCounts.num_bytes`.
+    """
     if quantization is None:
         return estimate_parameters(spec).num_bytes(element_bytes, None, is_mxfp4=is_mxfp4)
     tables = _embedding_size(spec) + _per_layer_table_size(spec)

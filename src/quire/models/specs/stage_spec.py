@@ -164,6 +164,12 @@ def stage_weights(
     """Return the weight map of a stage, in which layers have their numbers in it, and the parts that it reads.
 
     Weights of other stages are in it under `ELSEWHERE`, since the checkpoint has them.
+
+    Args:
+        spec: specification of the whole model.
+        stage: the stage.
+        weight_map: weight map of the whole model.
+        shares: parts of weights of the whole model that this one of several ranks of the stage reads; None for one.
     """
     renamed = renamer(stage)
     splits = {renamed(name): split for name, split in (shares or {}).items()}

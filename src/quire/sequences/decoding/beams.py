@@ -42,7 +42,17 @@ def num_candidates(request: Request) -> int:
 
 
 def advance_beams(search: BeamSearch, beams: Seq[Sequence], candidates: Seq[Candidate]) -> list[BeamEdit]:
-    """Update a search with the candidates of a step, and return the edits of its beams."""
+    """Update a search with the candidates of a step, and return the edits of its beams.
+
+    Args:
+        search: state of the request's search; updated in place.
+        beams: running sequences of the request by `sample_idx`, all of the same length.
+        candidates: candidates, best first; fewer than `num_candidates` only where no others exist.
+
+    Returns:
+        Drops, then forks, then appends with the index of their candidate. When the search is over, finishes instead:
+        with an error where there is no candidate and no hypothesis.
+    """
     request = beams[0].request
     width = request.params.num_sequences
     search.num_computed += len(beams) if beams[0].num_output else 0

@@ -185,7 +185,12 @@ async def answer(
 
 
 async def run(state: ServerState, request: Request, job: GenerationRequest, reply: Reply, answer_id: str) -> ASGIApp:
-    """Run a request and return its response."""
+    """Run a request and return its response.
+
+    Raises:
+        RequestError: the request is refused.
+        ApiError: a required tenant is missing, the server is stopping, or the engine failed before the first event.
+    """
     tenant = read_tenant(state.config, request)
     if state.is_draining:
         raise stopping()

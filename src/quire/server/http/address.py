@@ -22,7 +22,11 @@ def bind_server(config: ServerConfig) -> socket.socket:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound but does not listen yet: connections are refused until the model is loaded."""
+    """Return a socket that is bound but does not listen yet: connections are refused until the model is loaded.
+
+    Raises:
+        ConfigError: the address is not available.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -67,7 +67,13 @@ class JsonWriter:
 
 
 async def paced(parts: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[bytes, None]:
-    """Join the parts of a text into pieces, and yield to the event loop between two pieces."""
+    """Join the parts of a text into pieces, and yield to the event loop between two pieces.
+
+    Args:
+        parts: parts of the text.
+        turns: lock that is held for each piece after the first, so that all long texts together take half of the event
+            loop's time, and block it no longer than one text does.
+    """
     piece, rest = first_piece(parts)
     if piece:
         yield piece

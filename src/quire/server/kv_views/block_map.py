@@ -35,7 +35,12 @@ REST_PER_COST = 39
 
 
 class Watcher:
-    """A reader of the map, with at most one event that it has not read."""
+    """A reader of the map, with at most one event that it has not read.
+
+    Args:
+        hub: the map.
+        tenant: tenant whose requests it may see; None for all.
+    """
 
     def __init__(self, hub: BlockMapHub, tenant: str | None) -> None:
         self.tenant = tenant
@@ -80,7 +85,14 @@ class Watcher:
 
 
 class BlockMapHub:
-    """The map of one engine, and its watchers."""
+    """The map of one engine, and its watchers.
+
+    Args:
+        llm: the engine.
+        is_over: function that returns True once all watchers are to leave.
+        first_tokens: function that returns the latest times to the first token of a tenant's requests, in seconds; of
+            None those of all.
+    """
 
     def __init__(
         self,
@@ -104,7 +116,14 @@ class BlockMapHub:
         self._changed_s: dict[int, float] = {}
 
     def watch(self, tenant: str | None) -> Watcher:
-        """Return a new watcher, whose first event is a snapshot."""
+        """Return a new watcher, whose first event is a snapshot.
+
+        Args:
+            tenant: tenant whose requests it may see; None for all.
+
+        Raises:
+            ApiError: 503, there are `MAX_WATCHERS`.
+        """
         if len(self._watchers) >= MAX_WATCHERS:
             raise unavailable(f"the block map has {MAX_WATCHERS} watchers already", "too_many_watchers")
         watcher = Watcher(self, tenant)

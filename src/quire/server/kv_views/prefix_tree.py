@@ -36,7 +36,11 @@ class KeptTree(NamedTuple):
 
 
 class PrefixTreeView:
-    """The prefix tree of one engine, as its viewers see it."""
+    """The prefix tree of one engine, as its viewers see it.
+
+    Args:
+        llm: the engine.
+    """
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -46,7 +50,15 @@ class PrefixTreeView:
         self._rest_until_s = 0.0
 
     async def read(self, tenant: str | None) -> dict[str, Any]:
-        """Return the segments of the tree, with their first tokens as text."""
+        """Return the segments of the tree, with their first tokens as text.
+
+        Args:
+            tenant: tenant whose prefixes are shown; None for all.
+
+        Raises:
+            ApiError: 503, `MAX_READERS` wait for a tree already.
+            WorkerError: the engine is dead.
+        """
         if self._num_readers >= MAX_READERS:
             raise unavailable(f"{MAX_READERS} clients wait for the prefix tree already", "too_many_watchers")
         self._num_readers += 1

@@ -149,7 +149,17 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
 async def render_chat(
     state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool = True
 ) -> ChatPrompt:
-    """Render a conversation with the model's template."""
+    """Render a conversation with the model's template.
+
+    Args:
+        state: state of the server.
+        fields: body of the request.
+        tools: tool definitions.
+        add_generation_prompt: default of the field with this name.
+
+    Raises:
+        RequestError: a malformed conversation, or one that the template refuses.
+    """
     if state.llm.tokenizer is None:
         raise UnsupportedFeature("messages", "this server runs without a tokenizer")
     kwargs = fields.get("chat_template_kwargs")

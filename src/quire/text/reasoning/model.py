@@ -41,7 +41,18 @@ class ReasoningModel:
         end_token_ids: Iterable[int],
         template: ChatTemplate | None = None,
     ) -> ReasoningModel | None:
-        """Return a model's properties; None where the format of its thinking is not known."""
+        """Return a model's properties; None where the format of its thinking is not known.
+
+        Args:
+            name: a format of `REASONING_FORMATS`, or vLLM's name for one; "auto" for the one in the chat template, or
+                "none".
+            tokenizer: the model's tokenizer.
+            end_token_ids: tokens that end the model's turns.
+            template: chat template of the prompts; None for the model's own.
+
+        Raises:
+            InvalidParameter: no such format.
+        """
         found = find_parser("reasoning_parser", name, ("auto", "none", *REASONING_FORMATS))
         if tokenizer is None or tokenizer.chat_template is None:
             return None
@@ -53,7 +64,14 @@ class ReasoningModel:
     def of(
         cls, form: ReasoningFormat, tokenizer: Tokenizer, end_token_ids: Iterable[int], header: str = ""
     ) -> ReasoningModel:
-        """Return a model's properties."""
+        """Return a model's properties.
+
+        Args:
+            form: format of the model's thinking.
+            tokenizer: the model's tokenizer.
+            end_token_ids: tokens that end the model's turns.
+            header: text that the chat template writes behind the last message.
+        """
         for marker in (form.start, form.end):
             header = header.partition(marker)[0]
         header = header.strip()

@@ -114,6 +114,14 @@ def read_keywords(node: Mapping[str, Any], place: str, unknown: Container[str] =
     """Return the keywords of a part that restrict values, in their order.
 
     Keywords with the value null count as left out; unknown ones are annotations.
+
+    Args:
+        node: the part.
+        place: its place, for errors.
+        unknown: known keywords that count as unknown.
+
+    Raises:
+        SchemaError: a keyword has a value that it cannot have.
     """
     found: dict[str, Any] = {}
     for keyword, value in node.items():

@@ -86,7 +86,13 @@ Masks = tuple[list[Masked], bytearray]
 
 
 class StateTable:
-    """Opens, advances and closes grammar states, and fills their masks."""
+    """Opens, advances and closes grammar states, and fills their masks.
+
+    Args:
+        compile_source: function that returns a compiled grammar; it raises `ValueError` where it does not compile.
+        vocab_size: V of the logits.
+        end_token_ids: tokens that end an output of the model.
+    """
 
     def __init__(
         self, compile_source: Callable[[GrammarSource], Grammar], vocab_size: int, end_token_ids: tuple[int, ...]
@@ -113,7 +119,12 @@ class StateTable:
         return masked, masks
 
     def open(self, constraint: OutputConstraint, finished: Sequence[GrammarState] = ()) -> GrammarState:
-        """Return the grammar state of a new sequence."""
+        """Return the grammar state of a new sequence.
+
+        Args:
+            constraint: constraint of its output.
+            finished: states of sequences that have just finished.
+        """
         # Without a grammar, an output may go on after an end token.
         ends = () if constraint.ignores_ends else self._end_token_ids
         output = list(constraint.token_ids)
@@ -159,7 +170,11 @@ class StateTable:
         return Masked(state.position, num_masks, state.error)
 
     def append(self, sampled: Sequence[tuple[int, tuple[int, ...]]]) -> list[Appended]:
-        """Consume sampled tokens, and append those that the grammars force after them."""
+        """Consume sampled tokens, and append those that the grammars force after them.
+
+        Args:
+            sampled: id of an open sequence, and its tokens.
+        """
         appended = []
         for seq_id, token_ids in sampled:
             state = self._open.get(seq_id)

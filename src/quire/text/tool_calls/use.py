@@ -117,7 +117,16 @@ class ToolModel:
 
     @classmethod
     def find(cls, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> ToolModel:
-        """Return a model's properties, with the format that the argument `tool_call_parser` of `LLM.chat` names."""
+        """Return a model's properties, with the format that the argument `tool_call_parser` of `LLM.chat` names.
+
+        Args:
+            name: a format of `FORMATS`, or vLLM's name for one; "auto" for the one in the chat template.
+            tokenizer: the model's tokenizer.
+            vocab_size: upper bound of the token ids.
+
+        Raises:
+            InvalidParameter: no such format.
+        """
         option = "tool_call_parser"
         found = find_parser(option, name, ("auto", *FORMATS))
         template = None if tokenizer is None else tokenizer.chat_template
@@ -125,7 +134,15 @@ class ToolModel:
         return cls(tokenizer, form, vocab_size, option)
 
     def read(self, tools: object, tool_choice: object, parallel_tool_calls: object) -> ToolUse | None:
-        """Read the fields of a request with the names of the arguments; None is an absent field."""
+        """Read the fields of a request with the names of the arguments; None is an absent field.
+
+        Returns:
+            The use of tools, None where calls are not requested.
+
+        Raises:
+            InvalidParameter: naming the field.
+            UnsupportedFeature: the model does not support tools, or calls are required and llguidance is missing.
+        """
         known = read_tools(tools)
         if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
             raise InvalidParameter("parallel_tool_calls", parallel_tool_calls, "true or false")

@@ -66,7 +66,14 @@ class DrawnRows(NamedTuple):
 
 
 class DeviceSampler(Sampler):
-    """Samples the same tokens as `Sampler`, on the device; see there."""
+    """Samples the same tokens as `Sampler`, on the device; see there.
+
+    Args:
+        device: device of the logits.
+        grammar_states: grammar states of constrained outputs.
+        keep: applies their masks.
+        draws: the backend's sampling kernels; None for torch's operators.
+    """
 
     def __init__(
         self,
@@ -101,7 +108,12 @@ class DeviceSampler(Sampler):
     def sample(
         self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None = None
     ) -> list[ItemResult]:
-        """Sample every item's tokens; see `Sampler`."""
+        """Sample every item's tokens; see `Sampler`.
+
+        Args:
+            logits, items: see `Sampler`.
+            positions: position of the token that each row samples, int64 [R] on the device; None copies them there.
+        """
         if len(logits) != len(items):
             return self._verify(logits, items, positions)
         if not self._on_host and (isinstance(items, DecodeItems) or max(map(_NUM_SAMPLES, items)) == 1):

@@ -17,7 +17,15 @@ EVEN_MIN_SPLIT: Final = 512
 def split_length(
     num_tokens: int, num_kv_heads: int, num_processors: int, tile_tokens: int, num_sequences: int = 0
 ) -> int:
-    """Return the number of tokens of a split, a multiple of a tile's, so that all SMs have work."""
+    """Return the number of tokens of a split, a multiple of a tile's, so that all SMs have work.
+
+    Args:
+        num_tokens: number of tokens of all sequences.
+        num_kv_heads: K; each head has programs of its own.
+        num_processors: number of SMs of the GPU.
+        tile_tokens: number of tokens of a tile.
+        num_sequences: number of sequences; 0 to split as for few sequences.
+    """
     num_programs, least = split_bounds(num_sequences, num_kv_heads, num_processors)
     share = -(-num_tokens * num_kv_heads // num_programs)
     return max(least, -(-share // tile_tokens) * tile_tokens)
