@@ -2,10 +2,9 @@
 
 For each number of streams, in turns: the engine of `quire bench` in a process of its own, then the same requests at
 once over HTTP, as streams of `/v1/completions` from this process to `quire serve`. Then 1,000 clients at once, to a
-server whose queue is short, and one request after them. With `--fronts 0 1 2`, servers with so many front processes
-take turns in each round. The processor times do not depend on what else the machine does, or little: of the server's
-main thread, which speaks HTTP where there are no fronts, of the engine's with all others, of all fronts together, and
-of this process. `--whole` asks for answers in one piece, in place of streams.
+server whose queue is short, and one request after them. The processor times do not depend on what else the machine
+does, or little: of the server's main thread, which speaks HTTP, of the engine's with all others, and of this process.
+`--whole` asks for answers in one piece, in place of streams.
 
 Rounds end when `--time-limit` is near, and the file is written after each, so that a busy machine costs rounds and not
 the run. On a quiet machine the limit of 330 s leaves time for the last round and the crowd within 8 minutes. `--short`
@@ -67,21 +66,18 @@ def over_http(server: Server, num_streams: int, output_len: int, seed: int) -> d
         "p99_of_median": gaps["p99"] / gaps["p50"],
         "num_pieces": num_pieces,
         "tokens_per_piece": num_new / num_pieces,
-        "fronts_us_per_piece": 1e6 * used_s["fronts"] / num_pieces,
     }
 
 
-def crowd(num_clients: int, fronts: int) -> dict[str, Any]:
+def crowd(num_clients: int) -> dict[str, Any]:
     """Return what became of many clients at once, and how long one request took afterwards."""
-    flags = ("--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue-len", str(QUEUE_LEN), "--api-server-count", str(fronts))
-    with served(*flags) as server:
+    with served("--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue-len", str(QUEUE_LEN)) as server:
         server.send_all(workload(1, 8, seed=0), TIMEOUT_S)
         answers = server.send_all(workload(num_clients, 32, seed=1), TIMEOUT_S)
         (after,) = server.send_all(workload(1, 8, seed=0), TIMEOUT_S)
     refused = [answer for answer in answers if answer.status == 429]
     whole = [answer for answer in answers if answer.status == 200 and answer.num_new == 32]
     return {
-        "fronts": fronts,
         "clients": num_clients,
         "served": len(whole),
         "refused": len(refused),
@@ -95,33 +91,32 @@ def crowd(num_clients: int, fronts: int) -> dict[str, Any]:
 
 
 class Rounds:
-    """The rounds of all loads, in which all sides take turns.
+    """The rounds of all loads, in which both sides take turns.
 
     Args:
         options: options of the command line.
         alone: the engine without HTTP.
-        servers: server for each number of fronts.
+        server: the server.
 
     Attributes:
         failures: loads without figures, each with its error.
         skipped: rounds for which there was no time.
     """
 
-    def __init__(self, options: argparse.Namespace, alone: InProcess, servers: dict[int, Server]) -> None:
+    def __init__(self, options: argparse.Namespace, alone: InProcess, server: Server) -> None:
         self._options = options
         self._alone = alone
-        self._servers = servers
-        self._runs: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        self.memory_mib: dict[int, dict[str, list[float]]] = {}
+        self._server = server
+        self._runs: dict[int, list[dict[str, Any]]] = {}
+        self.memory_mib = 0.0
         self.failures: list[str] = []
         self.skipped: list[str] = []
 
     def run(self, begun_s: float) -> None:
         """Run rounds until there are enough, or the time is over; each load has one round at least."""
-        for count, server in self._servers.items():
-            server.streams = not self._options.whole
-            server.send_all(workload(8, 8, seed=999), TIMEOUT_S)  # connections, buffers and code are warm
-            self.memory_mib[count] = server.memory_mib()
+        self._server.streams = not self._options.whole
+        self._server.send_all(workload(8, 8, seed=999), TIMEOUT_S)  # connections, buffers and code are warm
+        self.memory_mib = self._server.memory_mib()
         longest_s = dict.fromkeys(self._options.streams, 0.0)
         for idx in range(self._options.runs):
             for num_streams in self._options.streams:
@@ -134,18 +129,17 @@ class Rounds:
             save(self._options, self)
 
     def summaries(self) -> list[dict[str, Any]]:
-        """Return the figures of each load and number of fronts: medians, and which marks are met."""
+        """Return the figures of each load: medians, and which marks are met."""
         return [
             {
                 "streams": num_streams,
                 "output_len": self._options.output_len,
-                "fronts": count,
                 "medians": (middle := _medians(runs)),
                 "is_met": {name: _is_met(name, middle[name]) for name in MARKS if name in middle},
-                "memory_mib": self.memory_mib[count],
+                "memory_mib": self.memory_mib,
                 "runs": runs,
             }
-            for (num_streams, count), runs in sorted(self._runs.items())
+            for num_streams, runs in sorted(self._runs.items())
         ]
 
     def _round(self, idx: int, num_streams: int) -> None:
@@ -153,22 +147,19 @@ class Rounds:
         seed, output_len = 1000 * num_streams + idx, self._options.output_len
         alone = self._alone.measure(num_streams, output_len, seed, TIMEOUT_S)
         gaps = alone["inter_token_latency_s"]
-        # The first server of a round may find the machine in another state.
-        order = [*self._servers.items()]
-        for count, server in order[idx % len(order) :] + order[: idx % len(order)]:
-            try:
-                run = over_http(server, num_streams, output_len, seed)
-            except (RuntimeError, TimeoutError, OSError) as error:
-                self.failures.append(f"{num_streams} streams, {count} fronts, round {idx + 1}: {error!r}")
-                print(self.failures[-1], flush=True)
-                continue
-            run["in_process_tokens_per_s"] = alone["output_tokens_per_s"]
-            run["of_in_process"] = run["output_tokens_per_s"] / alone["output_tokens_per_s"]
-            run["in_process_p99_of_median"] = gaps["p99"] / gaps["p50"]
-            run["in_process_us_per_token"] = alone["us_per_token"]
-            shown = {name: round(value, 2) for name, value in run.items() if isinstance(value, float)}
-            print(num_streams, "streams,", count, "fronts:", shown, flush=True)
-            self._runs.setdefault((num_streams, count), []).append(run)
+        try:
+            run = over_http(self._server, num_streams, output_len, seed)
+        except (RuntimeError, TimeoutError, OSError) as error:
+            self.failures.append(f"{num_streams} streams, round {idx + 1}: {error!r}")
+            print(self.failures[-1], flush=True)
+            return
+        run["in_process_tokens_per_s"] = alone["output_tokens_per_s"]
+        run["of_in_process"] = run["output_tokens_per_s"] / alone["output_tokens_per_s"]
+        run["in_process_p99_of_median"] = gaps["p99"] / gaps["p50"]
+        run["in_process_us_per_token"] = alone["us_per_token"]
+        shown = {name: round(value, 2) for name, value in run.items() if isinstance(value, float)}
+        print(num_streams, "streams:", shown, flush=True)
+        self._runs.setdefault(num_streams, []).append(run)
 
 
 def save(options: argparse.Namespace, rounds: Rounds, crowds: Sequence[dict[str, Any]] = ()) -> None:
@@ -196,7 +187,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="rounds of each load")
     parser.add_argument("--short", action="store_true", help=f"one round of {SHORT_OUTPUT_LEN} new tokens a stream")
     parser.add_argument("--time-limit", type=float, default=330.0, help="seconds after which no further round begins")
-    parser.add_argument("--fronts", type=int, nargs="*", default=[0], help="numbers of front processes, in turns")
     parser.add_argument("--whole", action="store_true", help="answers in one piece, in place of streams")
     parser.add_argument("--clients", type=int, default=1000, help="0 leaves the crowd out")
     parser.add_argument("--name", default="http_load", help="name of the file of results")
@@ -212,23 +202,19 @@ def main() -> int:
     flags = ("--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue-len", "1024")
     with ExitStack() as stack:
         alone = stack.enter_context(in_process())
-        servers = {
-            count: stack.enter_context(served(*flags, "--api-server-count", str(count))) for count in options.fronts
-        }
-        rounds = Rounds(options, alone, servers)
+        rounds = Rounds(options, alone, stack.enter_context(served(*flags)))
         rounds.run(begun_s)
     crowds = []
-    for count in options.fronts if options.clients else ():
+    if options.clients:
         try:
-            crowds.append(crowd(options.clients, count))
+            crowds.append(crowd(options.clients))
             print(f"crowd: {crowds[-1]}", flush=True)
         except (RuntimeError, TimeoutError, OSError) as error:
-            rounds.failures.append(f"crowd, {count} fronts: {error!r}")
+            rounds.failures.append(f"crowd: {error!r}")
     save(options, rounds, crowds)
     for load in rounds.summaries():
         middle = {name: round(load["medians"][name], 3) for name in load["is_met"]}
-        print(f"{load['streams']} streams, {load['fronts']} fronts: {middle}, met: {load['is_met']}")
-        print(f"  memory in MiB: {load['memory_mib']}")
+        print(f"{load['streams']} streams: {middle}, met: {load['is_met']}, memory: {load['memory_mib']:.0f} MiB")
     print("\n".join((*rounds.failures, *rounds.skipped, f"{time.monotonic() - begun_s:.0f} s")))
     return 1 if rounds.failures else 0
 

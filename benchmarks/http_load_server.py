@@ -131,25 +131,20 @@ class Server:
         return asyncio.run(self._send_all([self._encode(request) for request in requests], timeout_s))
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the processor times of the main thread, of all others, of the front processes, and of this process."""
+        """Return the processor times of the main thread, of all others, and of this process."""
         task = Path(f"/proc/{self.process.pid}/task")
         times = {each.name: _cpu_s(each) for each in task.iterdir()}
         main = times.pop(str(self.process.pid))
         return {
             "main_thread": main,
             "engine": sum(times.values()),
-            "fronts": sum(_cpu_s(Path(f"/proc/{child}")) for child in self._fronts()),
             "client": time.process_time(),
         }
 
-    def memory_mib(self) -> dict[str, list[float]]:
-        """Return the proportional memory of the server's process, and of each of its fronts."""
-        return {"server": [_pss_mib(str(self.process.pid))], "fronts": list(map(_pss_mib, self._fronts()))}
-
-    def _fronts(self) -> list[str]:
-        """Return the ids of the front processes."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [child for child in children if b"front_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    def memory_mib(self) -> float:
+        """Return the memory of the server's process; of what it shares with others, its part."""
+        found = re.search(r"(?m)^Pss: +(\d+) kB", Path(f"/proc/{self.process.pid}/smaps_rollup").read_text())
+        return int(found[1]) / 1024 if found else 0.0
 
     async def _send_all(self, requests: Sequence[bytes], timeout_s: float) -> list[StreamedAnswer]:
         loop = asyncio.get_running_loop()
@@ -257,7 +252,7 @@ def _line(output: IO[str], timeout_s: float) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process, by force where it takes long; the fronts of a server end with it."""
+    """End a process, by force where it takes long."""
     process.terminate()
     try:
         process.wait(END_TIMEOUT_S)
@@ -272,12 +267,6 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _cpu_s(task: Path) -> float:
     fields = (task / "stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _pss_mib(process: str) -> float:
-    """Return the memory of a process in MiB, of what it shares with others its part."""
-    found = re.search(r"(?m)^Pss: +(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text())
-    return int(found[1]) / 1024 if found else 0.0
 
 
 if __name__ == "__main__":

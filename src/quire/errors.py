@@ -292,19 +292,6 @@ class DeviceFailed(WorkerError):
     """A GPU has failed in such a way that this process cannot use it any more."""
 
 
-class NoAnswer(WorkerError):
-    """A process runs but has not answered for some time, as one that is stopped or hangs.
-
-    Args:
-        name: name of the process.
-        silent_s: seconds without an answer.
-    """
-
-    def __init__(self, name: str, silent_s: float) -> None:
-        super().__init__(f"{name} has not answered for {silent_s:.3g} s")
-        self.silent_s = silent_s
-
-
 class EngineClosed(WorkerError):
     """A call of a closed engine; load another one."""
 

@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS, STEP, REQUEST = ROOT / "docs", "life-of-a-step.md", "life-of-a-request.md"
 ROW = re.compile(r"\| (?:\w+ \| )?`(?P<path>[\w/]+\.py)` \| `(?P<function>[\w.]+)` \|")
 # Files, lines of code, changes of file; with some slack, to be lowered when code goes. At the time of writing: 18,
-# 2,177 and 42; 26, 3,006 and 62; 27, 3,205 and 103; 56, 6,146 and 204; for a chat 124 and 12,954.
+# 2,177 and 42; 26, 3,006 and 62; 27, 3,205 and 103; 56, 6,146 and 204; for a chat 124 and 12,852.
 LIMITS = {
     "greedy": (19, 2_300, 45),
     "sampled": (28, 3_150, 66),
     "asynchronous": (29, 3_350, 110),
     "prompt": (59, 6_400, 215),
 }
-CHAT_LIMITS = 131, 13_600
+CHAT_LIMITS = 130, 13_500
 # Changes of file in the control plane, for any number of sequences.
 MAX_CHANGES = 8
 

@@ -189,6 +189,19 @@ def test_flags_of_vllm_that_change_nothing_are_taken(caplog: pytest.LogCaptureFi
     )
 
 
+@pytest.mark.parametrize("count", ["0", "1"])
+def test_the_number_of_processes_for_http_is_one_as_in_scripts_for_vllm(count: str) -> None:
+    args = parse_args(["serve", "--api-server-count", count])
+    assert EngineConfig.from_options(**engine_options(args)) == EngineConfig()
+
+
+def test_more_processes_for_http_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", "--api-server-count", "4"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("quire: error: api_server_count must be 0 or 1 or absent, got 4: front processes were ")
+    assert "--replicas N" in error
+
+
 def test_a_misspelt_flag_is_refused_in_one_line_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         parse_args(["generate", "--temprature=0", "--colour"])

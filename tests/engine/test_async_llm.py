@@ -309,7 +309,7 @@ async def test_cancelling_a_request_with_anothers_name_spares_the_other(llm: Asy
 async def test_a_dead_engine_says_so_whatever_its_queue_holds() -> None:
     llm = load(max_queue_len=2)
     llm.shutdown()
-    llm.submitter.is_draining = False  # as if it had died
+    llm._submitter.is_draining = False  # as if it had died
     for _ in range(5):
         with pytest.raises(WorkerError):
             await anext(llm.generate(STORIES[0], greedy()))

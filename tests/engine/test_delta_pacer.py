@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.engine.async_commands import LoopSink, Stream, post_items
+from quire.engine.async_commands import Stream, post_items
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.delta_pacer import LOOP_SHARE, MAX_HOLD_S, DeltaPacer
 from quire.engine.engine_thread import EngineThread
@@ -96,9 +96,9 @@ def test_nothing_waits_for_a_step_with_a_prompt() -> None:
 def test_items_of_one_post_are_delivered_in_order_by_one_call_of_the_loop() -> None:
     async def scenario() -> list[tuple[str, Item]]:
         got: list[tuple[str, Item]] = []
-        sink = LoopSink(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
         streams = [
-            Stream(name, lambda _: None, sink, partial(lambda name, item: got.append((name, item)), name))
+            Stream(name, lambda _: None, loop, partial(lambda name, item: got.append((name, item)), name))
             for name in "ab"
         ]
 

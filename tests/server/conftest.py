@@ -15,13 +15,6 @@ from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.server.tool_answers import Serve
 
 KEY = "a secret"
-# Front processes of the shared servers: tests of them run with two as well.
-COUNTS = [0, pytest.param(2, marks=pytest.mark.slow)]
-
-
-def with_fronts(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Return the flags for the number of front processes of a fixture."""
-    return ("--api-server-count", str(request.param))
 
 
 @pytest.fixture(scope="session")
@@ -36,13 +29,11 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-@pytest.fixture(scope="session", params=COUNTS)
-def shared_server(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="session")
+def shared_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The server that most tests share."""
     flags = ("--num-kv-blocks", "600", "--max-num-seqs", "32", "--log-interval", "0.2", "--max-body-bytes", "1MiB")
-    more = ("--pin-limit", "0.1", *with_fronts(request))
+    more = ("--pin-limit", "0.1")
     with running(folder, tmp_path_factory.mktemp("logs") / "shared.log", *flags, *more) as process:
         yield process
 
@@ -54,13 +45,11 @@ def server(shared_server: ServerProcess) -> ServerProcess:
     return shared_server
 
 
-@pytest.fixture(scope="session", params=COUNTS)
-def narrow_server(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="session")
+def narrow_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with a key that runs one sequence at a time, lets two requests wait, and pings often."""
     flags = ("--num-kv-blocks", "300", "--max-num-seqs", "1", "--max-queue-len", "2", "--ping-interval", "0.02")
-    origin = ("--allow-origin", "https://example.org", *with_fronts(request))
+    origin = ("--allow-origin", "https://example.org")
     with running(folder, tmp_path_factory.mktemp("logs") / "narrow.log", *flags, *origin, key=KEY) as process:
         yield process
 

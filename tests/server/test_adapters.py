@@ -54,7 +54,7 @@ def serve(llm: AsyncLLM) -> Iterator[Callable[..., Run]]:
     def make(is_allowed: bool, llm: AsyncLLM = llm) -> Run:
         keys: dict[str, Any] = {"api_key": "client", "operator_key": "operator"}
         config = ServerConfig(allow_runtime_lora_updating=is_allowed, log_interval_s=0, **keys)
-        state = ServerState.local(llm, config, bodies, "0", created=1)
+        state = ServerState(llm, config, bodies, "0", created=1)
 
         def run(use: Callable[[Client], Awaitable[None]]) -> None:
             async def main() -> None:

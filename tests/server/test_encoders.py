@@ -54,7 +54,7 @@ def http(folders: dict[str, Path]) -> Iterator[Callable[[str], TestClient]]:
                 stack.callback(llm.shutdown)
                 bodies = BodyReader(1 << 20, 1 << 10)
                 stack.callback(bodies.close)
-                app = build_app(ServerState.local(llm, ServerConfig(), bodies, "0", created=1))
+                app = build_app(ServerState(llm, ServerConfig(), bodies, "0", created=1))
                 clients[name] = TestClient(app, base_url=URL)
             return clients[name]
 

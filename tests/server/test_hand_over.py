@@ -43,11 +43,11 @@ class Pair(NamedTuple):
     patient: ServerProcess
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["one process", "fronts"])
-def pair(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module")
+def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("logs")
     flags: tuple[str, ...] = ("--num-kv-blocks", "300", "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8")
-    flags = (*flags, "--swap-space", "64MiB", "--api-server-count", str(request.param))
+    flags = (*flags, "--swap-space", "64MiB")
     with ExitStack() as stack:
         yield Pair(
             *(

@@ -16,24 +16,11 @@ from quire.engine.async_llm import AsyncLLM
 from quire.server.app import build_app
 from quire.server.kv_views import prefix_tree
 from quire.server.kv_views.prefix_tree import MAX_READERS
-from quire.server.kv_views.views import LocalViews
 from quire.server.requests.body import BodyReader
 from quire.server.settings import ServerConfig
 from quire.server.state.state import ServerState
 
 PROMPT = list(range(30, 100))
-
-
-def engine_of(state: ServerState) -> AsyncLLM:
-    """Return the engine of a server in the engine's process."""
-    assert isinstance(state.llm, AsyncLLM)
-    return state.llm
-
-
-def local_views(state: ServerState) -> LocalViews:
-    """Return the views of a server in the engine's process."""
-    assert isinstance(state.views, LocalViews)
-    return state.views
 
 
 @asynccontextmanager
@@ -42,7 +29,7 @@ async def serving(folder: Path, **config: Any) -> AsyncIterator[tuple[ServerStat
     async with AsyncLLM.from_options(str(folder), num_kv_blocks=300, num_threads=1) as llm:
         bodies = BodyReader(1 << 20, 5000)
         try:
-            state = ServerState.local(llm, ServerConfig(**config), bodies, "0", created=0)
+            state = ServerState(llm, ServerConfig(**config), bodies, "0", created=0)
             transport = httpx.ASGITransport(build_app(state))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 yield state, client
@@ -51,12 +38,12 @@ async def serving(folder: Path, **config: Any) -> AsyncIterator[tuple[ServerStat
 
 
 async def first_event(state: ServerState, tenant: str | None) -> dict[str, Any]:
-    watcher = local_views(state).block_map.watch(tenant)
+    watcher = state.views.block_map.watch(tenant)
     try:
         async with asyncio.timeout(60):
             return dict(json.loads((await anext(watcher.events(60))).removeprefix(b"data: ")))
     finally:
-        local_views(state).block_map.leave(watcher)
+        state.views.block_map.leave(watcher)
 
 
 def test_tenants_see_their_own_in_every_view(folder: Path) -> None:
@@ -88,10 +75,8 @@ def test_tenants_see_their_own_in_every_view(folder: Path) -> None:
 def test_the_map_tells_what_happened_while_it_is_watched_and_records_nothing_afterwards(folder: Path) -> None:
     async def run() -> None:
         async with serving(folder) as (state, client):
-            pools = [
-                group.pool for group in (await engine_of(state).inspect(lambda engine: engine.scheduler.memory.groups))
-            ]
-            watcher = local_views(state).block_map.watch(None)
+            pools = [group.pool for group in (await state.llm.inspect(lambda engine: engine.scheduler.memory.groups))]
+            watcher = state.views.block_map.watch(None)
             async with asyncio.timeout(60):
                 events = watcher.events(60)
                 await anext(events)
@@ -106,7 +91,7 @@ def test_the_map_tells_what_happened_while_it_is_watched_and_records_nothing_aft
                 # Samples share the prompt's last block until the first of them writes.
                 assert len(copied) == num_copies
                 assert event["first_token_s"]["p50"] > 0
-                local_views(state).block_map.leave(watcher)
+                state.views.block_map.leave(watcher)
                 while any(pool.recent is not None for pool in pools):
                     await asyncio.sleep(0.01)
 
@@ -121,7 +106,7 @@ def test_the_tree_is_read_again_when_something_changed_and_readers_are_bounded(
     async def run() -> None:
         async with serving(folder) as (state, client):
             scans, may_scan = 0, asyncio.Event()
-            inspect: Callable[..., Coroutine[Any, Any, Any]] = engine_of(state).inspect
+            inspect: Callable[..., Coroutine[Any, Any, Any]] = state.llm.inspect
 
             async def counted(look: Any) -> Any:
                 nonlocal scans
@@ -129,7 +114,7 @@ def test_the_tree_is_read_again_when_something_changed_and_readers_are_bounded(
                 await may_scan.wait()
                 return await inspect(look)
 
-            engine_of(state).inspect = counted  # type: ignore[method-assign]
+            state.llm.inspect = counted  # type: ignore[method-assign]
             reading = [asyncio.create_task(client.get("/kv/tree")) for _ in range(MAX_READERS + 3)]
             await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
             may_scan.set()
@@ -151,6 +136,10 @@ def test_the_tree_is_read_again_when_something_changed_and_readers_are_bounded(
 @pytest.mark.parametrize("path", ["/kv/tree", "/kv/map", "/kv/block?pool=0&block=1", "/kv/request?number=1"])
 def test_the_views_need_the_operator_s_key_where_there_is_one(path: str) -> None:
     class Nothing:
+        @property
+        def metrics(self) -> Nothing:
+            return self
+
         def on_http_request(self, route: str, method: str, status: int) -> None:
             assert (route, method) == (path.partition("?")[0], "GET")
             assert status in (401, 403)
@@ -160,7 +149,7 @@ def test_the_views_need_the_operator_s_key_where_there_is_one(path: str) -> None
 
     async def run() -> None:
         config = ServerConfig(api_key="client", operator_key="operator")
-        state = ServerState.local(Nothing(), config, BodyReader(1 << 20, 10), "0", created=0)  # type: ignore[arg-type]
+        state = ServerState(Nothing(), config, BodyReader(1 << 20, 10), "0", created=0)  # type: ignore[arg-type]
         transport = httpx.ASGITransport(build_app(state))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for headers, code in (({}, 401), ({"x-api-key": "client"}, 403), ({"x-api-key": "wrong"}, 401)):

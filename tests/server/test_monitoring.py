@@ -33,10 +33,7 @@ def test_health_is_200_only_while_the_engine_makes_progress(
 ) -> None:
     engine = Health(is_alive, is_stuck, 1.25, num_running=1, num_waiting=2, num_steps=3)
 
-    async def report() -> SimpleNamespace:
-        return SimpleNamespace(health=engine)
-
-    state: Any = SimpleNamespace(llm=SimpleNamespace(report=report), is_draining=is_draining)
+    state: Any = SimpleNamespace(llm=SimpleNamespace(health=lambda: engine), is_draining=is_draining)
     response = asyncio.run(health(state, SimpleNamespace()))  # type: ignore[arg-type]
     assert response.status_code == status
     assert json.loads(bytes(response.body)) == {
@@ -106,12 +103,11 @@ def test_a_reset_empties_the_prefix_cache_while_others_run(server: ServerProcess
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fronts", [0, 1])
-def test_the_status_tells_how_far_an_answer_in_one_piece_is(fronts: int, tmp_path: Path) -> None:
+def test_the_status_tells_how_far_an_answer_in_one_piece_is(tmp_path: Path) -> None:
     """It is read at its end, and its tokens are counted now and then."""
     body = {"prompt": "Once", "n": 32, "max_tokens": 1000, "ignore_eos": True}
     with (
-        running(Path("bundled"), tmp_path / "log", "--api-server-count", str(fronts)) as server,
+        running(Path("bundled"), tmp_path / "log") as server,
         ThreadPoolExecutor() as pool,
     ):
         answer = pool.submit(server.post, "/v1/completions", body)

@@ -48,7 +48,7 @@ def requested(
     async def scenario() -> list[httpx.Response]:
         settings = ServerConfig(**config)
         bodies_of = BodyReader(settings.max_body_bytes, llm.resolved.max_model_len)
-        state = ServerState.local(llm, settings, bodies_of, __version__, created=0)
+        state = ServerState(llm, settings, bodies_of, __version__, created=0)
         transport = httpx.ASGITransport(build_app(state, tracer))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answers = [await client.post(path, json=each, headers=HEADERS) for each in bodies]

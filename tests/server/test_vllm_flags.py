@@ -22,6 +22,7 @@ from quire.errors import ConfigError
 from quire.server.http.address import bind, bind_unix, tls_context
 from quire.server.http.connection import Connection, Connections
 from quire.server.http.listener import accept_connections
+from tests.server.process import PATIENCE_S, running
 
 TEMPLATE = "{{ bos_token }}{{ topic }}:{% for message in messages %} {{ message.content }}{% endfor %}"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "rain"}], "max_tokens": 1}
@@ -77,14 +78,37 @@ def test_a_socket_in_use_is_refused_and_a_stale_one_replaced(tmp_path: Path) -> 
     assert (tmp_path / "file").read_text(encoding="utf-8") == "kept"
 
 
-def test_encrypted_connections_are_served_and_others_are_not(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def certificate_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Files of a certificate for this host and of its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl to make a certificate with")
-    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = str(folder / "cert.pem"), str(folder / "key.pem")
     command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost"]
-    subprocess.run([*command, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"], check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.mark.slow
+def test_a_server_with_a_certificate_has_encrypted_connections_only(
+    folder: Path, tmp_path: Path, certificate_files: tuple[str, str]
+) -> None:
+    certificate, key = certificate_files
+    flags = ("--num-kv-blocks", "100", "--ssl-certfile", certificate, "--ssl-keyfile", key)
+    with running(folder, tmp_path / "log", *flags, verify=ssl.create_default_context(cafile=certificate)) as server:
+        assert server.url.startswith("https://")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(server.url.replace("https", "http") + "/health", timeout=PATIENCE_S)
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            httpx.get(f"{server.url}/health", timeout=PATIENCE_S)
+        assert server.http.get("/health").json()["status"] == "ok"
+
+
+def test_encrypted_connections_are_served_and_others_are_not(certificate_files: tuple[str, str]) -> None:
+    certificate, key = certificate_files
     with pytest.raises(ConfigError, match="cannot be used"):
         tls_context(key, None)
     context = tls_context(certificate, key)

@@ -300,15 +300,14 @@ def test_longer_lists_and_other_types_are_taken_as_llama_cpp_does() -> None:
 
 
 def test_tokens_of_one_text_are_all_decoded() -> None:
-    """The first is encoded; the text of another one is the same, here and in a process of its own."""
+    """The first is encoded; the text of another one is the same."""
     fields = changed({"tokens": ["a", "b", "ab", "b", "<x>", "<x>"], "token_type": [1, 1, 1, 1, 3, 3]})
     tokenizer = Tokenizer.from_files(read_gguf_tokenizer(PATH, fields))
-    for one in (tokenizer, Tokenizer.from_parts(tokenizer.parts)):
-        assert one.encode("b<x>") == [1, 4]
-        assert one.decode([3, 2, 3, 5]) == "babb"
-        assert one.decode([3, 5], skip_special_tokens=False) == "b<x>"
-        assert [one.token_text(token_id) for token_id in range(6)] == ["a", "b", "ab", "b", "<x>", "<x>"]
-        assert (one.special_ids, one.vocab_size) == ({4, 5}, 6)
+    assert tokenizer.encode("b<x>") == [1, 4]
+    assert tokenizer.decode([3, 2, 3, 5]) == "babb"
+    assert tokenizer.decode([3, 5], skip_special_tokens=False) == "b<x>"
+    assert [tokenizer.token_text(token_id) for token_id in range(6)] == ["a", "b", "ab", "b", "<x>", "<x>"]
+    assert (tokenizer.special_ids, tokenizer.vocab_size) == ({4, 5}, 6)
 
 
 def test_a_sentencepiece_file_without_special_tokens_has_the_usual_ones() -> None:

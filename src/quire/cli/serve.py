@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import cast
 
 from quire.cli import options
 from quire.cli.early_checks import check_files
@@ -26,6 +27,22 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(handler=run)
 
 
+def set_up_log(level: str, *, is_json: bool) -> None:
+    """Set the level and the form of the log: lines of text, or of JSON."""
+    import logging
+
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", force=True)
+    if is_json:
+        from quire.server.state.request_log import JsonLines
+
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(cast("logging.Formatter", JsonLines()))  # only `format` of it is called
+    for chatty in ("asyncio", "httpx"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    # uvicorn warns of each request that is not HTTP, and any client can send thousands.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until a stop signal arrives or the engine has died.
 
@@ -35,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
     import logging
 
     from quire.config import EngineConfig
-    from quire.server.state.log_setup import set_up_log
 
     set_up_log(args.log_level.upper(), is_json=args.log_format == "json")
     server_config = read_server_config(args)
@@ -65,10 +81,6 @@ def run(args: argparse.Namespace) -> int:
             from quire.fleet.local_fleet import serve_replicas
 
             return serve_replicas(args.arguments, args.replicas, server_config, listener)
-        if server_config.api_server_count:
-            from quire.server.fronts.supervisor import serve_with_fronts
-
-            return serve_with_fronts(engine_config, server_config, listener)
         from quire.server.lifecycle import serve
 
         return serve(engine_config, server_config, listener)

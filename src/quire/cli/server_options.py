@@ -194,11 +194,6 @@ def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
         help=f"maximum size of a request body (default {options.shown_size(defaults.max_body_bytes)})",
     )
     for flag, default, help_text in (
-        (
-            "--api-server-count",
-            defaults.api_server_count,
-            "number of front processes for HTTP; 0 for none, others need the extra fronts (default 0)",
-        ),
         ("--max-prompts", defaults.max_prompts, f"maximum prompts per request (default {defaults.max_prompts})"),
         (
             "--max-request-logprobs",
@@ -245,5 +240,4 @@ def read_server_config(args: argparse.Namespace) -> ServerConfig:
         log_prompts=args.log_prompts,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
         watch=args.watch,
-        api_server_count=args.api_server_count,
     )

@@ -13,7 +13,6 @@ EXTRAS = {
     "prefix_cache_dir": ("disk", "lmdb"),
     "prefix_cache_url": ("remote", "redis"),
     "kv_events_config": ("events", "msgspec", "zmq"),
-    "api_server_count": ("fronts", "msgspec"),
     "otlp_traces_endpoint": ("otel", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 

@@ -37,6 +37,11 @@ REMOVED: Final[Mapping[str, Foreign]] = {
         "alternative drafts were removed, since they were no faster; leave it out, and set num_speculative_tokens for "
         "longer drafts",
     ),
+    "api_server_count": (
+        (0, 1),
+        "front processes were removed, since one process serves HTTP about as fast; start `quire serve --replicas N` "
+        "for more engines behind one address",
+    ),
 }
 
 OPTION_HINTS: Final[Mapping[str, Foreign]] = {
@@ -77,7 +82,6 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "data_parallel_size": ((1,), _ONE_DEVICE),
     "decode_context_parallel_size": ((1,), _ONE_DEVICE),
     "prefill_context_parallel_size": ((1,), _ONE_DEVICE),
-    "api_server_count": ((1,), _OF_SERVE),
     "nnodes": ((1,), _ONE_DEVICE),
     "node_rank": ((0,), _ONE_DEVICE),
     "enable_eplb": ((False,), _ONE_DEVICE),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from quire.config.checks import check_choices, check_whole, put_path, put_size
-from quire.config.hints import REMOVED
 from quire.errors import ConfigError, shown
 
 METHODS = ("off", "ngram", "suffix", "draft", "mtp")
@@ -121,7 +120,7 @@ def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
     if twice is not None:
         raise ConfigError(f"{twice} is given twice, once in speculative_config", field=twice)
     # A removed option is refused by its own sentence later.
-    known = {"speculative_method", *METHODS_OF, *REMOVED}
+    known = {"speculative_method", *METHODS_OF, "num_speculative_branches"}
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise ConfigError(

@@ -33,10 +33,6 @@ class AsyncAdapters:
         """Loaded adapters, in the order in which they were loaded; empty without `enable_lora`."""
         return () if self._registry is None else self._registry.loaded
 
-    async def list_loaded(self) -> tuple[LoadedAdapter, ...]:
-        """Return `loaded`; a client of an engine in another process asks it."""
-        return self.loaded
-
     async def load(self, lora_request: LoRARequest, *, is_kept: bool = True) -> LoadedAdapter:
         """Load an adapter.
 

@@ -6,24 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from quire.engine.delta_pacer import DeltaPacer
 from quire.engine.engine import Engine
 from quire.engine.outputs.mailbox import Item
 from quire.text.structured.local_grammars import HeldGrammar
-
-
-class OutputSink(Protocol):
-    """Transfers the items of streams from the engine's thread to their readers; hashable."""
-
-    def post(self, items: Sequence[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:
-        """Have each stream's `deliver` called with its items, in order; called by the engine's thread.
-
-        Args:
-            items: streams of this sink with their items.
-            pacer: pacer that measures the readers' work; None measures nothing.
-        """
 
 
 @dataclass(slots=True, eq=False)
@@ -33,44 +21,29 @@ class Stream:
     Args:
         request_id: id of the request.
         submit: function that adds the request to the engine.
-        sink: sink of the items.
-        deliver: function that takes an item, called by the sink.
+        loop: event loop of the reading task.
+        deliver: function that takes an item, called on that loop.
         on_end: function that is called once the request has ended, before the next step; its error ends the stream.
         grammar: compiled grammar of the request, referenced until the request itself references it.
     """
 
     request_id: str
     submit: Callable[[Engine], None]
-    sink: OutputSink
+    loop: asyncio.AbstractEventLoop
     deliver: Callable[[Item], None]
     on_end: Callable[[Engine], None] | None = None
     grammar: HeldGrammar | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LoopSink:
-    """Delivers items on an event loop, with one call for all items of a post.
-
-    Args:
-        loop: the event loop of the reading tasks.
-    """
-
-    loop: asyncio.AbstractEventLoop
-
-    def post(self, items: Sequence[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:
-        """Deliver items on the event loop."""
+def post_items(items: Iterable[tuple[Stream, Item]], pacer: DeltaPacer | None = None) -> None:
+    """Send items from the engine's thread, with one call for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Item]]] = {}
+    for stream, item in items:
+        by_loop.setdefault(stream.loop, []).append((stream, item))
+    for loop, loop_items in by_loop.items():
         # The loop may have closed already; then no task reads the streams.
         with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(_deliver_all, items, pacer)
-
-
-def post_items(items: Iterable[tuple[Stream, Item]], pacer: DeltaPacer | None = None) -> None:
-    """Send items from the engine's thread, with one post for each sink."""
-    by_sink: dict[OutputSink, list[tuple[Stream, Item]]] = {}
-    for stream, item in items:
-        by_sink.setdefault(stream.sink, []).append((stream, item))
-    for sink, sink_items in by_sink.items():
-        sink.post(sink_items, pacer)
+            loop.call_soon_threadsafe(_deliver_all, loop_items, pacer)
 
 
 def _deliver_all(items: Sequence[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.adapters import acquire_adapter
 from quire.engine.async_adapters import AsyncAdapters
-from quire.engine.async_commands import Call, LoopSink
+from quire.engine.async_commands import Call
 from quire.engine.async_engine_args import AsyncEngineArgs
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
-from quire.engine.exporters.engine_report import EngineReport
 from quire.engine.exporters.kv_report import KvReport
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.inputs.prompts import Prompt
@@ -56,7 +55,6 @@ class AsyncLLM:
         texts: tokenizes texts and renders chats.
         pooling: pooling of the model's embeddings.
         adapters: loaded adapters.
-        submitter: submits requests whose outputs are read elsewhere than in `generate`.
     """
 
     def __init__(self, model: LoadedModel, metrics: Metrics | None = None) -> None:
@@ -78,7 +76,7 @@ class AsyncLLM:
         self._thread = EngineThread(self._engine, self.metrics, self._slots)
         if self._engine.kv_events is not None:
             self._engine.kv_events.wake = lambda: self._thread.put(Call(Engine.publish_kv_events))
-        self.submitter = Submitter(self._engine, self._thread, self._slots, self.texts, self.adapters, self.metrics)
+        self._submitter = Submitter(self._engine, self._thread, self._slots, self.texts, self.adapters, self.metrics)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncLLM:
@@ -119,7 +117,7 @@ class AsyncLLM:
             EngineClosed: the engine was shut down.
             WorkerError: the engine is dead.
         """
-        return self.submitter.reserve(count)
+        return self._submitter.reserve(count)
 
     def check_room(self) -> None:
         """Check that the waiting queue has a free slot; cheap.
@@ -198,9 +196,9 @@ class AsyncLLM:
         """Submit a request, once its texts are tokens, and yield its outputs; see `generate`, `Stream`."""
         if isinstance(params, SamplingParams):  # else it is refused below
             params = params.clone()
-        mailbox, sink = OutputMailbox(take), LoopSink(asyncio.get_running_loop())
-        stream = await self.submitter.submit(
-            prompt, params, options, sink, mailbox.put, place=place, request_id=request_id, on_end=on_end
+        mailbox = OutputMailbox(take)
+        stream = await self._submitter.submit(
+            prompt, params, options, mailbox.put, place=place, request_id=request_id, on_end=on_end
         )
         is_finished = False
         collector = OutputCollector(params.output_kind)
@@ -213,7 +211,7 @@ class AsyncLLM:
                     yield output
         finally:
             if not is_finished:  # a request that the engine has ended is left alone
-                self.submitter.abandon(stream)
+                self._submitter.abandon(stream)
 
     async def abort(self, request_id: str) -> bool:
         """End a request in any state; its iteration ends with an output of the finish reason "abort".
@@ -329,10 +327,6 @@ class AsyncLLM:
         """Return the ids of the requests with a sequence whose blocks are on the host, possibly in mid-step."""
         return frozenset(sequence.request.request_id for sequence in tuple(self._engine.scheduler.swapped))
 
-    def on_http_request(self, route: str, method: str, status: int) -> None:
-        """Count an answered HTTP request in `metrics`; see `Metrics.on_http_request`."""
-        self.metrics.on_http_request(route, method, status)
-
     def default_sampling_params(self) -> dict[str, Any]:
         """Return the sampling parameters that the model's generation config sets."""
         return dict(self._defaults)
@@ -378,23 +372,17 @@ class AsyncLLM:
         """Return the address and format of the engine's KV events; None where it publishes none."""
         return None if self._engine.kv_events is None else self._engine.kv_events.describe()
 
-    async def report(self) -> EngineReport:
-        """Return `health`, `usage`, `stats`, `kv_report`, `swapped_requests` and `kv_event_source` together."""
-        return EngineReport(
-            self.health(), self.usage(), self.stats(), self.kv_report(), self.swapped_requests(), self.kv_event_source()
-        )
-
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in progress.
 
         Returns:
             True where all have ended in time.
         """
-        return await self.submitter.drain(timeout_s)
+        return await self._submitter.drain(timeout_s)
 
     def shutdown(self) -> None:
         """End every request and the engine's thread, which gets 30 seconds to end its step; may be called twice."""
-        self.submitter.is_draining = self.submitter.is_closed = True
+        self._submitter.is_draining = self._submitter.is_closed = True
         self._thread.shutdown(timeout_s=30)
         self.texts.close()
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 # Greatest share of the time that an event loop may take for its deltas.
 LOOP_SHARE = 1 / 8
-# A front process does not share the engine's GIL, but may share a core.
-FRONT_SHARE = 1 / 4
 MAX_HOLD_S = 0.05
 
 
@@ -19,10 +17,6 @@ class DeltaPacer:
     The tokens of several steps make one delta of a stream, which costs little more than the delta of one step. The
     interval between two posts is the CPU time that the loop took since the last post, divided by `LOOP_SHARE`: a loop
     that serves few streams gets the deltas of each step, a loop that serves many gets several steps' at once.
-
-    Args:
-        clock: seconds, monotonic.
-        thread_clock: processor time of the calling thread, in seconds.
     """
 
     def __init__(
@@ -49,7 +43,3 @@ class DeltaPacer:
         busy_s = used_s - self._used_s.get(thread, used_s)
         self._used_s[thread] = used_s
         self._interval_s = min(MAX_HOLD_S, busy_s / LOOP_SHARE)
-
-    def on_report(self, busy_s: float) -> None:
-        """Record the CPU time that another process took since the last post to it."""
-        self._interval_s = min(MAX_HOLD_S, busy_s / FRONT_SHARE)

@@ -167,7 +167,6 @@ class EngineThread:
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         """Count a step, and send its outputs."""
-        self._slots.changed()
         self._metrics.on_step(self._engine.measure())
         self._send_outputs(outputs)
 

@@ -17,23 +17,14 @@ WEIGHT = 1 / 16
 
 
 class SlotReservation:
-    """Reserved slots of the waiting queue; unused ones are released on exit.
-
-    Args:
-        return_slots: function that releases a number of slots.
-        count: number of reserved slots.
-    """
+    """Reserved slots of the waiting queue; unused ones are released on exit."""
 
     def __init__(self, return_slots: Callable[[int], None], count: int) -> None:
         self._return_slots = return_slots
         self._count = count
 
     def take(self) -> None:
-        """Use one slot; from now on the request itself counts as waiting.
-
-        Raises:
-            ValueError: no slot is left.
-        """
+        """Use one slot; from now on the request itself counts as waiting."""
         if not self._count:
             raise ValueError("more requests than reserved slots")
         self._count -= 1
@@ -85,15 +76,12 @@ class QueueSlots:
 
     Attributes:
         num_unstarted: number of requests that were submitted, but neither started nor refused yet.
-        on_change: function that is called with the number of taken slots, and the seconds after which a refused client
-            should try again, whenever they may have changed; None to call no function.
     """
 
     def __init__(
         self, limit: int | None, num_queued: Callable[[], int], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_unstarted = 0
-        self.on_change: Callable[[int, int], None] | None = None
         self._limit = limit
         self._num_queued = num_queued
         self._departures = DepartureRate(clock)
@@ -118,7 +106,6 @@ class QueueSlots:
         with self._lock:
             self._check(count)
             self._num_reserved += count
-        self.changed()
         return SlotReservation(self._give_back, count)
 
     def check(self) -> None:
@@ -133,24 +120,15 @@ class QueueSlots:
         """Count a submitted request."""
         with self._lock:
             self.num_unstarted += 1
-        self.changed()
 
     def start(self) -> None:
         """Count a submitted request as started, or refused."""
         with self._lock:
             self.num_unstarted -= 1
-        self.changed()
 
     def end(self) -> None:
         """Record the end of a started request."""
         self._departures.note(self._num_queued())
-        self.changed()
-
-    def changed(self) -> None:
-        """Call `on_change`; `EngineThread` calls this after a step, in which requests may have left the queue."""
-        if self.on_change is not None:
-            num_taken = self.num_waiting + self._num_reserved
-            self.on_change(num_taken, self._departures.wait_s(num_taken))
 
     def _check(self, count: int) -> None:
         num_taken = self.num_waiting + self._num_reserved
@@ -160,4 +138,3 @@ class QueueSlots:
     def _give_back(self, count: int) -> None:
         with self._lock:
             self._num_reserved -= count
-        self.changed()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quire.engine.async_adapters import AsyncAdapters
-from quire.engine.async_commands import Abort, OutputSink, Stream
+from quire.engine.async_commands import Abort, Stream
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
 from quire.engine.exporters.prometheus import Metrics
@@ -50,37 +50,26 @@ class Submitter:
             raise self._thread.dead()
         return self._slots.reserve(count)
 
-    def watch_queue(self, on_change: Callable[[int, int], None] | None) -> None:
-        """Let a function be called whenever the queue's length may have changed; see `QueueSlots`."""
-        self._slots.on_change = on_change
-        self._slots.changed()
-
-    def publish_queue(self) -> None:
-        """Call the function of `watch_queue` with the present length."""
-        self._slots.changed()
-
     async def submit(
         self,
         prompt: Prompt | PreparedRequest,
         params: SamplingParams,
         options: RequestOptions,
-        sink: OutputSink,
         deliver: Callable[[Item], None],
         *,
         place: SlotReservation | None = None,
         request_id: str | None = None,
         on_end: Callable[[Engine], None] | None = None,
-        arrival_s: float | None = None,
     ) -> Stream:
-        """Submit a request, once its texts are tokens, and return its stream."""
+        """Submit a request, once its texts are tokens, and return its stream to the running event loop."""
         # Refused before a slot is reserved and texts are made into tokens, which cost more.
         self._engine.config.check_priority(options.priority)
         if request_id is not None and (type(request_id) is not str or not request_id):
             raise InvalidParameter("request_id", request_id, "a non-empty string")
-        begun_s = time.monotonic() if arrival_s is None else arrival_s
+        arrival_s = time.monotonic()
 
         def add(engine: Engine) -> None:
-            engine.add_request(name, prompt, params, asked, arrival_s=begun_s)
+            engine.add_request(name, prompt, params, asked, arrival_s=arrival_s)
             self._metrics.on_request(params)
 
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
@@ -93,7 +82,7 @@ class Submitter:
             if self.is_draining:
                 raise RequestError("the engine is shutting down and takes no new requests")
             name = f"request-{next(self._numbers)}-{self._name}" if request_id is None else request_id
-            stream = Stream(name, add, sink, deliver, on_end, grammar=grammar)
+            stream = Stream(name, add, asyncio.get_running_loop(), deliver, on_end, grammar=grammar)
             held.take()
             self._slots.put()
             self._thread.put(stream)

@@ -10,18 +10,17 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from quire import __version__
 from quire.config import EngineConfig
 from quire.config.extras import check_extra
 from quire.platform.bounded.json_text import limit_digits
-from quire.server.admission.in_flight import RequestsInFlight
 from quire.server.app import build_app
 from quire.server.http.address import url_of
 from quire.server.http.http_server import HttpServer, start_http
 from quire.server.http.listener import read_max_connections
-from quire.server.kv_views.views import LocalViews
 from quire.server.operations.throughput_log import log_throughput
 from quire.server.requests.body import BodyReader
 from quire.server.requests.errors import stopping
@@ -71,55 +70,29 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
     # These objects live until the end: a full collection that visited them would stall every stream for 30 ms.
     gc.collect()
     gc.freeze()
-    bodies = body_reader(llm, config)
-    in_flight = RequestsInFlight()
-    views = LocalViews(llm, in_flight)
-
-    def on_start(shutdown: Shutdown) -> list[asyncio.Task[None]]:
-        take_signals(shutdown.on_signal)
-        print(f"Quire serves {llm.model_name} at {url_of(listener, config.scheme)}", flush=True)
-        return engine_tasks(llm, views, config)
-
     try:
-        state = ServerState(llm, views, in_flight, config, bodies, __version__, created=int(time.time()))
-        describe_model(state, engine_config.model.served_names[1:])
-        with asyncio.Runner() as runner:
-            runner.run(run_http(state, listener, max_connections, tracer, on_start))
+        with (
+            closing(make_state(llm, config, engine_config.model.served_names[1:])) as state,
+            asyncio.Runner() as runner,
+        ):
+            runner.run(_serve_http(state, listener, max_connections, tracer))
     finally:
-        bodies.close()
         llm.shutdown()
         if tracer is not None:
             tracer.close()
     return EXIT_ENGINE_DIED if llm.has_failed else 0
 
 
-def body_reader(llm: AsyncLLM, config: ServerConfig) -> BodyReader:
-    """Return the parser of request bodies for a model."""
+def make_state(llm: AsyncLLM, config: ServerConfig, aliases: tuple[str, ...]) -> ServerState:
+    """Return the state of a server of a model, whose further names are `aliases`."""
+    tool_format = _read_tool_format(llm.tokenizer, config.tool_call_parser)
+    reasoning = _read_reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
     # Every list of integers in a valid request is at most as long as the context or the vocabulary.
-    return BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
+    bodies = BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
+    return ServerState(llm, config, bodies, __version__, int(time.time()), tool_format, reasoning, aliases)
 
 
-def describe_model(state: ServerState, aliases: tuple[str, ...]) -> None:
-    """Set what a server's state says of its model: further names, tool calls and thinking."""
-    llm, config = state.llm, state.config
-    state.aliases = aliases
-    state.tool_format = read_tool_format(llm.tokenizer, config.tool_call_parser)
-    state.reasoning = read_reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
-
-
-def engine_tasks(llm: AsyncLLM, views: LocalViews, config: ServerConfig) -> list[asyncio.Task[None]]:
-    """Start the tasks that log an engine's throughput, and show its blocks in the terminal, as the options ask."""
-    tasks = []
-    if config.log_interval_s:
-        tasks.append(asyncio.create_task(log_throughput(llm, config.log_interval_s)))
-    if config.watch:
-        from quire.server.operations.terminal_map import show_in_terminal
-
-        tasks.append(asyncio.create_task(show_in_terminal(views.block_map)))
-    return tasks
-
-
-def read_tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
+def _read_tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
     """Return and log the format of the model's tool calls; None where the model has no tools or no known format."""
     template = None if tokenizer is None else tokenizer.chat_template
     if template is None or not template.supports_tools:
@@ -133,7 +106,7 @@ def read_tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | N
     return form
 
 
-def read_reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: frozenset[int]) -> ReasoningModel | None:
+def _read_reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: frozenset[int]) -> ReasoningModel | None:
     """Return and log the model's thinking; None where its format is not known."""
     model = ReasoningModel.find(wanted, tokenizer, end_token_ids)
     if model is None:
@@ -145,18 +118,22 @@ def read_reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: froz
     return model
 
 
-async def run_http(
-    state: ServerState,
-    listener: socket.socket,
-    max_connections: int,
-    tracer: RequestTracer | None,
-    on_start: Callable[[Shutdown], list[asyncio.Task[None]]],
+async def _serve_http(
+    state: ServerState, listener: socket.socket, max_connections: int, tracer: RequestTracer | None
 ) -> None:
-    """Serve HTTP until a shutdown ends."""
-    http = await start_http(build_app(state, tracer), state.config, listener, max_connections)
+    """Serve HTTP on a bound socket until a shutdown ends; the socket is closed then."""
+    llm, config = state.llm, state.config
+    http = await start_http(build_app(state, tracer), config, listener, max_connections)
     shutdown = Shutdown(state, http)
+    take_signals(shutdown.on_signal)
+    print(f"Quire serves {llm.model_name} at {url_of(listener, config.scheme)}", flush=True)
     tasks = [http.accepting, http.watching, asyncio.create_task(_end_when_dead(state, shutdown))]
-    tasks += on_start(shutdown)
+    if config.log_interval_s:
+        tasks.append(asyncio.create_task(log_throughput(llm, config.log_interval_s)))
+    if config.watch:
+        from quire.server.operations.terminal_map import show_in_terminal
+
+        tasks.append(asyncio.create_task(show_in_terminal(state.views.block_map)))
     for task in tasks:
         task.add_done_callback(shutdown.on_task_done)
     await http.serving

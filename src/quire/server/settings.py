@@ -13,7 +13,6 @@ from quire.config.hints import find_parser
 from quire.errors import ConfigError, InvalidParameter, shown
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
-MAX_API_SERVERS = 64
 DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
 # "auto", or a format of `quire.text.tool_calls`, whose import would slow the command line's start.
 TOOL_CALL_PARSERS = (*("auto", "deepseek", "gemma4", "harmony", "hermes", "lfm2", "llama3", "mistral", "qwen3_xml"),)
@@ -59,7 +58,6 @@ class ServerConfig:
         otlp_traces_endpoint: address to which a span of each request is sent; None traces nothing.
         log_interval_s: interval of the throughput line; 0 never logs it.
         watch: True to show the block map in the terminal.
-        api_server_count: number of processes that speak HTTP beside the engine's; 0 serves in the engine's process.
 
     Raises:
         ConfigError: a value is not allowed, or an open address has no key.
@@ -93,7 +91,6 @@ class ServerConfig:
     log_prompts: int = 0
     otlp_traces_endpoint: str | None = None
     watch: bool = False
-    api_server_count: int = 0
 
     @property
     def scheme(self) -> str:
@@ -122,13 +119,6 @@ class ServerConfig:
         _within("drain_timeout_s", self.drain_timeout_s, 0, 86400)
         _within("ping_interval_s", self.ping_interval_s, 0.001, 86400)
         _within("log_interval_s", self.log_interval_s, 0, 86400)
-        _within("api_server_count", self.api_server_count, 0, MAX_API_SERVERS)
-        if self.max_connections is not None and self.max_connections < self.api_server_count:
-            raise ConfigError(
-                f"max_connections must be at least api_server_count ({self.api_server_count}), among whose processes "
-                f"it is divided, got {self.max_connections}",
-                field="max_connections",
-            )
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             try:
                 object.__setattr__(self, name, find_parser(name, getattr(self, name), known))

@@ -115,16 +115,15 @@ class Metrics:
         if params.max_tokens is not None:
             self._params_max_tokens.observe(params.max_tokens)
 
-    def on_http_request(self, route: str, method: str, status: int, count: int = 1) -> None:
-        """Count answered HTTP requests.
+    def on_http_request(self, route: str, method: str, status: int) -> None:
+        """Count an answered HTTP request.
 
         Args:
             route: path of the route.
             method: HTTP method.
             status: status of the answer; counted by its class, such as "2xx".
-            count: number of requests.
         """
-        self._http_requests.labels(route, method, f"{status // 100}xx").inc(count)
+        self._http_requests.labels(route, method, f"{status // 100}xx").inc()
 
     def on_outputs(self, deltas: Iterable[RequestOutput]) -> None:
         """Update the metrics with deltas of requests; called in order, when they are made."""

@@ -72,19 +72,7 @@ class PromptReader(NamedTuple):
         return self.max_model_len if self.is_encoder else self.max_model_len - 1
 
     def read(self, prompt: object, *, add_special_tokens: bool = True) -> TokenPrompt:
-        """Convert a prompt to token ids.
-
-        Args:
-            prompt: text, a rendered conversation, token ids, or a mapping with `prompt` or `prompt_token_ids`, the
-                latter with optional `media`; a `TokenPrompt` is returned unchanged.
-            add_special_tokens: True to add the tokenizer's special tokens to a text (a beginning-of-text token, say).
-
-        Raises:
-            InvalidParameter: another type, an empty prompt, a token id outside the vocabulary, text that is not
-                Unicode, or invalid media; see `EmbeddingsReader`.
-            PromptTooLong: more than `max_prompt_len` tokens.
-            UnsupportedFeature: text without a tokenizer, or media for a data plane that accepts no embeddings.
-        """
+        """Convert a prompt to token ids."""
         if isinstance(prompt, TokenPrompt):
             return prompt
         if isinstance(prompt, Mapping):
@@ -101,16 +89,7 @@ class PromptReader(NamedTuple):
         return read
 
     def truncate(self, prompt: object, num_tokens: int, *, add_special_tokens: bool = True) -> Any:
-        """Return the first tokens of a prompt; a text keeps its special tokens.
-
-        Args:
-            prompt: see `read`; a prompt that `read` refuses, or one with media, is returned unchanged.
-            num_tokens: number of tokens to keep; -1 for as many as fit.
-            add_special_tokens: True to add the tokenizer's special tokens to a text.
-
-        Raises:
-            InvalidParameter: more tokens than fit, or fewer than the special tokens; or a text that is not Unicode.
-        """
+        """Return the first tokens of a prompt; a text keeps its special tokens."""
         limit = self._kept_tokens(num_tokens)
         if isinstance(prompt, Mapping) and len(prompt) == 1:
             (prompt,) = prompt.values()
@@ -120,21 +99,7 @@ class PromptReader(NamedTuple):
         return prompt[:limit] if isinstance(prompt, list | tuple) else prompt
 
     def read_pair(self, pair: TextPair, truncate_prompt_tokens: int | None) -> tuple[TokenPrompt, int | None]:
-        """Convert two texts to the token ids of one prompt, with the tokenizer's special tokens for a pair.
-
-        Args:
-            pair: the texts.
-            truncate_prompt_tokens: number of tokens to which the prompt is cut, the longer text first; -1 for as many
-                as fit, None refuses a prompt that does not fit.
-
-        Returns:
-            The prompt, and the position of the first token whose token type is 1; None where all types are 0.
-
-        Raises:
-            InvalidParameter: see `Tokenizer.encode_pair` and `truncate`.
-            PromptTooLong: more than `max_prompt_len` tokens.
-            UnsupportedFeature: the engine has no tokenizer.
-        """
+        """Convert two texts to the token ids of one prompt, with the tokenizer's special tokens for a pair."""
         if self.tokenizer is None:
             raise UnsupportedFeature("prompt", "this engine runs without a tokenizer; give prompt_token_ids")
         limit = None if truncate_prompt_tokens is None else self._kept_tokens(truncate_prompt_tokens)

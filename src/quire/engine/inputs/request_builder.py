@@ -33,18 +33,7 @@ class PreparedRequest(NamedTuple):
 
 
 class RequestBuilder:
-    """Checks requests against the engine's vocabulary, context length, number of sequences and features.
-
-    Args:
-        config: the resolved configuration.
-        prompts: reader of prompts.
-        grammars: compiler of grammars for structured outputs; None where they are unsupported.
-        end_token_ids: the model's own end-of-sequence tokens.
-        cache_name: identity of the model for the prefix cache.
-
-    Attributes:
-        can_generate: False where the model has no output head; only pooled requests are taken then.
-    """
+    """Checks requests against the engine's vocabulary, context length, number of sequences and features."""
 
     def __init__(
         self,
@@ -64,11 +53,7 @@ class RequestBuilder:
         self._last_words: tuple[SamplingParams | None, TokenizedParams] = (None, TokenizedParams())
 
     def prepare(self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool) -> PreparedRequest:
-        """Convert the texts of a request to tokens, which may take long; thread-safe.
-
-        Raises:
-            RequestError: a field is refused; the error names the field, the value and the allowed values.
-        """
+        """Convert the texts of a request to tokens, which may take long; thread-safe."""
         if type(params) is not SamplingParams:
             raise InvalidParameter("sampling_params", params, "SamplingParams")
         if not isinstance(add_special_tokens, bool):
@@ -91,17 +76,7 @@ class RequestBuilder:
         *,
         add_special_tokens: bool = True,
     ) -> PreparedRequest:
-        """Convert the prompt of a pooled request to tokens; thread-safe. Its sampling parameters are `NO_SAMPLING`.
-
-        Args:
-            prompt: see `PromptReader.read`; or two texts, which always have the tokenizer's special tokens.
-            pooling: result of the request.
-            truncate_prompt_tokens: see `PoolingParams`.
-            add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
-
-        Raises:
-            RequestError: a field is refused.
-        """
+        """Convert the prompt of a pooled request to tokens; thread-safe. Its sampling parameters are `NO_SAMPLING`."""
         if isinstance(prompt, TextPair):
             read, second_start = self._prompts.read_pair(prompt, truncate_prompt_tokens)
             return PreparedRequest(read, TokenizedParams(), pooling._replace(second_start=second_start))
@@ -123,18 +98,7 @@ class RequestBuilder:
     ) -> tuple[Request, str | None]:
         """Check a request and build it.
 
-        Args:
-            arrival: number of requests before this one.
-            can_guess: True where the engine has a drafter.
-            adapter: adapter of the request; None for the base model.
-
         The other arguments are those of `Engine.add_request`.
-
-        Returns:
-            The request, and the text of its prompt, None for a prompt of token ids.
-
-        Raises:
-            RequestError: a field is refused; the error names the field, the value and the allowed values.
         """
         self._config.check_priority(options.priority)
         if not isinstance(prompt, PreparedRequest):

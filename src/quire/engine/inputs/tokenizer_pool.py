@@ -36,12 +36,6 @@ class TokenizerPool:
 
     Texts up to `MANY_CHARS` have a pool of threads; longer ones share one thread, so that they take only one core and
     the memory of one such text.
-
-    Args:
-        reader: request builder of the engine.
-        tokenizer: None when the engine works on token ids only.
-        max_model_len: largest number of tokens of a text to encode.
-        sanitizing: messages of chats whose texts may not become control tokens; see `ModelConfig`.
     """
 
     def __init__(
@@ -72,16 +66,7 @@ class TokenizerPool:
     async def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, add_special_tokens: bool = True
     ) -> list[PreparedRequest]:
-        """Convert the prompts of a request, and the strings of its parameters, to tokens.
-
-        Args:
-            prompts: prompts; see `PromptReader.read`.
-            params: sampling parameters of all prompts.
-            add_special_tokens: True to add the tokenizer's special tokens to text prompts.
-
-        Raises:
-            RequestError: a prompt or a parameter is refused; its `prompt_idx` says at which prompt.
-        """
+        """Convert the prompts of a request, and the strings of its parameters, to tokens."""
         if not isinstance(params, SamplingParams):
             raise InvalidParameter("sampling_params", params, "SamplingParams")
         length = sum(map(len, params.bad_words)) + sum(map(_length, prompts))
@@ -109,12 +94,7 @@ class TokenizerPool:
         return await self.run(sum(map(_length, prompts)), partial(_prepare_each, prompts, prepare))
 
     async def encode(self, text: str | ChatPrompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text.
-
-        Raises:
-            PromptTooLong: the text has more than `max_model_len` tokens.
-            RequestError: see `Tokenizer.encode`; or the engine has no tokenizer.
-        """
+        """Return the token ids of a text."""
         encode = partial(self._known_tokenizer.encode, text, add_special_tokens=add_special_tokens)
         try:
             return await self.run(len(text), partial(encode, max_tokens=self._max_model_len))
@@ -134,10 +114,6 @@ class TokenizerPool:
         """Render a conversation as a prompt; see `ChatTemplate.prompt`.
 
         Variables that the template does not use are left out; see `ChatTemplate.used_variables`.
-
-        Raises:
-            QueueFull: too many texts wait.
-            RequestError: the engine has no tokenizer or no template, or the template refuses the conversation.
         """
         tokenizer = self._known_tokenizer
         template = require_chat_template(tokenizer.chat_template)
@@ -162,15 +138,7 @@ class TokenizerPool:
         return prompt
 
     async def run(self, length: int, work: Callable[[], R]) -> R:
-        """Run work on texts in the thread for their length.
-
-        Args:
-            length: number of characters or tokens.
-            work: function to run.
-
-        Raises:
-            QueueFull: too many texts wait.
-        """
+        """Run work on texts in the thread for their length."""
         if length <= FEW_CHARS:
             return work()
         if length <= MANY_CHARS:

@@ -76,22 +76,6 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
         copied.extend(self)
         return copied
 
-    def to_bytes(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """Return the arrays as bytes, in native byte order."""
-        ids, logprobs, ends, ranks = self._token_ids, self._logprobs, self._ends, self._ranks
-        return ids.tobytes(), logprobs.tobytes(), ends.tobytes(), ranks.tobytes()
-
-    @classmethod
-    def from_bytes(cls, data: tuple[bytes, bytes, bytes, bytes], tokenizer: Tokenizer | None) -> FlatLogprobs:
-        """Return the log probabilities that `to_bytes` of a process on this machine wrote."""
-        made = cls(tokenizer)
-        ids, logprobs, ends, ranks = data
-        made._token_ids.frombytes(ids)
-        made._logprobs.frombytes(logprobs)
-        made._ends.frombytes(ends)
-        made._ranks.frombytes(ranks)
-        return made
-
     def measured(self) -> Iterator[TokenLogprobs]:
         """Yield the positions as they were measured, without the texts of tokens."""
         start = 0

@@ -15,10 +15,6 @@ class OutputMailbox:
     """The unread deltas of one request, for one reading task; used on its event loop only.
 
     Deltas that were not read yet are merged, so a slow reader holds at most one output.
-
-    Args:
-        take: function that is called with each delta that arrives while none is unread; a delta for which it returns
-            True is not kept. An error of it ends the reading, not that of other requests.
     """
 
     __slots__ = ("_delta", "_error", "_has_item", "_take")
@@ -30,11 +26,7 @@ class OutputMailbox:
         self._has_item = asyncio.Event()
 
     async def next(self) -> RequestOutput:
-        """Wait for the next delta and return it.
-
-        Raises:
-            Exception: the error that ended the stream, or that of `take`, after all deltas.
-        """
+        """Wait for the next delta and return it."""
         await self._has_item.wait()
         delta, self._delta = self._delta, None
         if delta is None:

@@ -18,7 +18,7 @@ DEFAULT_MAX_QUEUE_LEN: Final = 1024
 # Options that Serve's own proxies decide, by `http_options` of its configuration.
 OF_SERVE: Final = frozenset(
     {
-        *("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "max_connections", "api_server_count", "watch"),
+        *("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "max_connections", "watch"),
         *("receive_timeout_s", "send_timeout_s", "keep_alive_timeout_s"),
     }
 )

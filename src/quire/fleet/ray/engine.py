@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import asdict
@@ -23,12 +22,9 @@ from quire.fleet.ray.autoscaling import QUEUED_TOKENS, RUNNING
 from quire.fleet.ray.call import AnswerHead, RoutedCall, WholeAnswer
 from quire.fleet.ray.device import device_of
 from quire.platform.bounded.json_text import limit_digits
-from quire.server.admission.in_flight import RequestsInFlight
 from quire.server.app import build_app
-from quire.server.kv_views.views import LocalViews
-from quire.server.lifecycle import body_reader, describe_model
+from quire.server.lifecycle import make_state
 from quire.server.settings import ServerConfig
-from quire.server.state.state import ServerState
 from quire.server.state.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
@@ -49,13 +45,7 @@ class ServedReplica:
         endpoint = config.otlp_traces_endpoint
         self._tracer = None if endpoint is None else RequestTracer(endpoint, __version__)
         self._llm = AsyncLLM.from_config(engine_config)
-        self._bodies = body_reader(self._llm, config)
-        in_flight = RequestsInFlight()
-        views = LocalViews(self._llm, in_flight)
-        self._state = ServerState(
-            self._llm, views, in_flight, config, self._bodies, __version__, created=int(time.time())
-        )
-        describe_model(self._state, engine_config.model.served_names[1:])
+        self._state = make_state(self._llm, config, engine_config.model.served_names[1:])
         self._app: ASGIApp = build_app(self._state, self._tracer)
 
     # ---- requests ----
@@ -74,7 +64,7 @@ class ServedReplica:
 
     async def metrics(self) -> tuple[str, bytes]:
         """Return the replica's name, and its metrics in Prometheus' text format."""
-        return self._name, await self._state.views.render_metrics()
+        return self._name, self._llm.metrics.render()
 
     # ---- what Serve asks ----
 
@@ -99,8 +89,7 @@ class ServedReplica:
 
     def close(self) -> None:
         """End the engine, after Serve has let the requests on it finish; may be called twice."""
-        self._state.views.close()
-        self._bodies.close()
+        self._state.close()
         self._llm.shutdown()
         if self._tracer is not None:
             self._tracer.close()

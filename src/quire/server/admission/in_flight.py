@@ -58,23 +58,6 @@ class InFlightRequest:
             self.logprobs.release()
 
 
-class InFlightRow(NamedTuple):
-    """A request in flight, as `/status` shows it.
-
-    Args:
-        answer_id, tenant, started_s: see `InFlightRequest`.
-        num_prompt, num_output: tokens of its prompts that have outputs, and of the outputs.
-        first_token_s: seconds to its first output; None before it.
-    """
-
-    answer_id: str
-    tenant: str | None
-    started_s: float
-    num_prompt: int
-    num_output: int
-    first_token_s: float | None
-
-
 class FirstTokenRow(NamedTuple):
     """A request that has ended.
 
@@ -113,48 +96,13 @@ class RequestsInFlight:
             if tracked.first_token_s is not None:
                 self._ended.append(FirstTokenRow(time.monotonic(), tracked.tenant, tracked.first_token_s))
 
-    def rows(self) -> list[InFlightRow]:
-        """Return the requests in flight as `/status` shows them."""
-        return [
-            InFlightRow(
-                each.answer_id,
-                each.tenant,
-                each.started_s,
-                each.count.num_prompt,
-                each.count.num_output,
-                each.first_token_s,
-            )
-            for each in self
-        ]
-
     def ended(self) -> list[FirstTokenRow]:
         """Return the requests that ended in the last minute."""
         since_s = time.monotonic() - FIRST_TOKEN_WINDOW_S
         return [row for row in self._ended if row.ended_s >= since_s]
 
-
-class FirstTokenLog:
-    """The latest times to the first token where requests are in flight in other processes; `append` is thread-safe."""
-
-    def __init__(self) -> None:
-        self._latest: deque[FirstTokenRow] = deque(maxlen=1024)
-
-    def append(self, tenant: str | None, first_token_s: float) -> None:
-        """Add a request that has its first token now."""
-        self._latest.append(FirstTokenRow(time.monotonic(), tenant, first_token_s))
-
-    def rows(self) -> list[InFlightRow]:
-        """Return nothing: other processes have the requests in flight."""
-        return []
-
-    def ended(self) -> list[FirstTokenRow]:
-        """Return the requests that had their first token in the last minute."""
-        since_s = time.monotonic() - FIRST_TOKEN_WINDOW_S
-        return [row for row in tuple(self._latest) if row.ended_s >= since_s]
-
-
-def first_token_times(tenant: str | None, begun: list[InFlightRow], ended: list[FirstTokenRow]) -> list[float]:
-    """Return the times to the first token of requests in flight, and of those that have ended."""
-    times = [(row.tenant, row.first_token_s) for row in ended]
-    times += [(row.tenant, row.first_token_s) for row in begun if row.first_token_s is not None]
-    return [first_s for each, first_s in times if tenant in (None, each)]
+    def first_token_times(self, tenant: str | None) -> list[float]:
+        """Return the seconds to the first token of a tenant's requests, running or ended; of None those of all."""
+        times = [(row.tenant, row.first_token_s) for row in self.ended()]
+        times += [(each.tenant, first_s) for each in self if (first_s := each.first_token_s) is not None]
+        return [first_s for owner, first_s in times if tenant in (None, owner)]

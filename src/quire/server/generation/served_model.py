@@ -14,11 +14,11 @@ from quire.server.state.state import ServerState
 ADAPTER: Final = "quire.adapter"
 
 
-async def choose_model(state: ServerState, request: Request, name: str) -> None:
+def choose_model(state: ServerState, request: Request, name: str) -> None:
     """Let a request go to the model or the adapter of a name."""
     if name == state.llm.model_name or name in state.aliases:
         return
-    adapters = [each.name for each in await state.llm.adapters.list_loaded()]
+    adapters = [each.name for each in state.llm.adapters.loaded]
     if name not in adapters:
         shown = ", ".join(map(repr, (state.llm.model_name, *adapters[:8]))) + (", ..." if len(adapters) > 8 else "")
         raise ApiError(

@@ -1,4 +1,4 @@
-"""HTTP on a bound socket: uvicorn over connections with limits, for servers, fronts and the proxy."""
+"""HTTP on a bound socket: uvicorn over connections with limits, for servers and the proxy."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive
 from quire.errors import InvalidParameter
 from quire.server.generation.generation import json_response
 from quire.server.http import sse
-from quire.server.kv_views.views import MapWatcher
+from quire.server.kv_views.block_map import Watcher
 from quire.server.requests.errors import IS_OPERATOR, ApiError, stopping
 from quire.server.state.state import ServerState
 from quire.server.state.tenants import read_tenant
@@ -24,11 +24,11 @@ async def watch_map(state: ServerState, request: Request) -> ASGIApp:
     tenant = _viewer(state, request)
     if state.is_draining:
         raise stopping()
-    events = _events(state, await state.views.watch(tenant), request.receive)
+    events = _events(state, state.views.block_map.watch(tenant), request.receive)
     return sse.EventStream(await anext(events), events)
 
 
-async def _events(state: ServerState, watcher: MapWatcher, receive: Receive) -> AsyncGenerator[bytes, None]:
+async def _events(state: ServerState, watcher: Watcher, receive: Receive) -> AsyncGenerator[bytes, None]:
     gone = asyncio.create_task(_close_when_gone(watcher, receive))
     try:
         yield sse.PING.encode()
@@ -40,7 +40,7 @@ async def _events(state: ServerState, watcher: MapWatcher, receive: Receive) -> 
         watcher.leave()
 
 
-async def _close_when_gone(watcher: MapWatcher, receive: Receive) -> None:
+async def _close_when_gone(watcher: Watcher, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     watcher.close()
@@ -70,7 +70,7 @@ async def show_request(state: ServerState, request: Request) -> Response:
 
 async def show_tree(state: ServerState, request: Request) -> Response:
     """Answer `GET /kv/tree`: the prefix tree, the segments with the most holders first."""
-    return json_response(await state.views.prefix_tree(_viewer(state, request)))
+    return json_response(await state.views.prefix_tree.read(_viewer(state, request)))
 
 
 def _viewer(state: ServerState, request: Request) -> str | None:

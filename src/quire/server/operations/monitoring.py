@@ -8,8 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.metrics.stats import EngineStats, Health
-from quire.errors import NoAnswer, WorkerError
+from quire.engine.metrics.stats import EngineStats
 from quire.memory.results import TokenAccount
 from quire.memory.usage import HostUsage, Usage
 from quire.scheduling.stats import metrics_of
@@ -20,19 +19,11 @@ from quire.server.state.state import ServerState
 from quire.server.state.tenants import read_tenant
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-NO_ENGINE = Health(
-    is_alive=False, is_stuck=False, seconds_since_progress=0.0, num_running=0, num_waiting=0, num_steps=0
-)
 
 
 async def health(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /health`: 200 while the engine makes progress or has nothing to do, else 503."""
-    try:
-        engine = (await state.llm.report()).health
-    except NoAnswer as error:  # the engine's process hangs
-        engine = NO_ENGINE._replace(is_alive=True, is_stuck=True, seconds_since_progress=error.silent_s)
-    except WorkerError:  # it has ended
-        engine = NO_ENGINE
+    engine = state.llm.health()
     if not engine.is_alive:
         status = "dead"
     elif engine.is_stuck:
@@ -54,12 +45,12 @@ async def health(state: ServerState, request: Request) -> Response:  # noqa: ARG
 
 async def metrics(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /metrics` in Prometheus' text format."""
-    return Response(await state.views.render_metrics(), headers={"content-type": METRICS_TYPE})
+    return Response(state.llm.metrics.render(), headers={"content-type": METRICS_TYPE})
 
 
 async def load(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /load`: the number of requests in progress."""
-    return json_response({"server_load": len(await state.views.in_flight())})
+    return json_response({"server_load": len(state.in_flight)})
 
 
 async def version(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
@@ -71,12 +62,8 @@ async def status(state: ServerState, request: Request) -> Response:
     """Answer `GET /status`: the values that the page shows; a tenant's client sees the tenant's requests only."""
     now = time.monotonic()
     tenant = None if request.scope[IS_OPERATOR] else read_tenant(state.config, request)
-    # First, so that the memory is that of a moment when they had begun.
-    in_flight = await state.views.in_flight()
-    report = await state.llm.report()
-    engine, usage, swapped_requests = report.health, report.usage, report.swapped_requests
-    resolved = state.llm.resolved
-    swapped = {request_id.rpartition("-")[0] for request_id in swapped_requests}
+    usage, resolved = state.llm.usage(), state.llm.resolved
+    swapped = {request_id.rpartition("-")[0] for request_id in state.llm.swapped_requests()}
     return json_response(
         {
             "model": state.llm.model_name,
@@ -86,18 +73,18 @@ async def status(state: ServerState, request: Request) -> Response:
             "block_size": resolved.block_size,
             "bytes_per_block": resolved.bytes_per_block,
             "has_chat": state.llm.tokenizer is not None and state.llm.tokenizer.chat_template is not None,
-            "engine": engine._asdict(),
+            "engine": state.llm.health()._asdict(),
             "memory": usage._asdict() | {"groups": _groups(usage), "host": host_to_json(usage)},
             "requests": [
                 {
-                    "id": row.answer_id,
-                    "age_s": round(now - row.started_s, 3),
-                    "prompt_tokens": row.num_prompt,
-                    "completion_tokens": row.num_output,
-                    "swapped": row.answer_id in swapped,
+                    "id": tracked.answer_id,
+                    "age_s": round(now - tracked.started_s, 3),
+                    "prompt_tokens": tracked.count.num_prompt,
+                    "completion_tokens": tracked.count.num_output,
+                    "swapped": tracked.answer_id in swapped,
                 }
-                for row in in_flight
-                if tenant is None or row.tenant == tenant
+                for tracked in state.in_flight
+                if tenant is None or tracked.tenant == tenant
             ],
         }
     )
@@ -108,8 +95,7 @@ async def kv(state: ServerState, request: Request) -> Response:
 
     A client sees the pins of its tenant only.
     """
-    engine = await state.llm.report()
-    usage, stats, report = engine.usage, engine.stats, engine.kv
+    usage, stats, report = state.llm.usage(), state.llm.stats(), state.llm.kv_report()
     pins = report.pins
     if not request.scope[IS_OPERATOR]:
         tenant = read_tenant(state.config, request)
@@ -153,7 +139,7 @@ async def kv(state: ServerState, request: Request) -> Response:
 
 async def kv_event_sources(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /kv_event_sources`: the publishers of KV events by data-parallel rank, none where there are none."""
-    source = (await state.llm.report()).kv_event_source
+    source = state.llm.kv_event_source()
     return json_response({} if source is None else {"0": source})
 
 

@@ -20,16 +20,15 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
 async def list_models(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /v1/models`."""
     names = (state.llm.model_name, *state.aliases)
-    adapters = [adapter_card(state, each) for each in await state.llm.adapters.list_loaded()]
+    adapters = [adapter_card(state, each) for each in state.llm.adapters.loaded]
     return json_response({"object": "list", "data": [*(_card(state, name) for name in names), *adapters]})
 
 
 async def show_model(state: ServerState, request: Request) -> Response:
     """Answer `GET /v1/models/{id}`."""
     name = request.path_params["model_id"]
-    await choose_model(state, request, name)
-    loaded = await state.llm.adapters.list_loaded()
-    adapter = next((each for each in loaded if each.name == name), None)
+    choose_model(state, request, name)
+    adapter = next((each for each in state.llm.adapters.loaded if each.name == name), None)
     return json_response(_card(state, name) if adapter is None else adapter_card(state, adapter))
 
 
@@ -42,7 +41,7 @@ async def read_fields(
     fields.log_unknown(known)
     name = fields.text("model")
     if name is not None:
-        await choose_model(state, request, name)
+        choose_model(state, request, name)
     return fields
 
 

@@ -136,7 +136,7 @@ def read_prompt(fields: Fields) -> dict[str, Any]:
 
 async def tags(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /api/tags`."""
-    names = [state.llm.model_name, *[each.name for each in await state.llm.adapters.list_loaded()]]
+    names = [state.llm.model_name, *[each.name for each in state.llm.adapters.loaded]]
     shared = {"modified_at": _timestamp(state.created), "details": _details(state)}
     return json_response({"models": [{"name": name, "model": name, **shared} for name in names]})
 
@@ -198,7 +198,7 @@ async def read_body(
     fields.log_unknown(known)
     name = fields.text("model") or fields.text("name")
     if name is not None:
-        await choose_model(state, request, name if name == state.llm.model_name else name.removesuffix(LATEST))
+        choose_model(state, request, name if name == state.llm.model_name else name.removesuffix(LATEST))
     return fields
 
 

@@ -47,7 +47,7 @@ async def prompt_tokens(state: ServerState, request: Request) -> Response:
     fields = Fields(body.as_dict())
     name = fields.text("model")
     if name is not None:
-        await choose_model(state, request, name.removesuffix(ollama.LATEST) if path.startswith("/api/") else name)
+        choose_model(state, request, name.removesuffix(ollama.LATEST) if path.startswith("/api/") else name)
     prompt: str | list[int] | ChatPrompt
     if path == COMPLETIONS:
         prompt = read_prompts(fields.get("prompt"), state.config.max_prompts)[0]

@@ -59,7 +59,7 @@ class RequestRecorder:
     def _record(self, scope: Scope, status: int, begun_s: float) -> None:
         route, method = self._route(scope["path"]), scope["method"]
         method = method if method in METHODS else OTHER
-        self._state.llm.on_http_request(route, method, status)
+        self._state.llm.metrics.on_http_request(route, method, status)
         tracked: InFlightRequest | None = scope.get(IN_FLIGHT)
         if self._state.config.log_requests:
             fields = {

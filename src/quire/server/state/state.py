@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from quire.server.admission.in_flight import RequestsInFlight
 from quire.server.admission.logprob_budget import LogprobBudget
-from quire.server.kv_views.views import LocalViews, ServerViews
+from quire.server.kv_views.views import ServerViews
 from quire.server.requests.body import BodyReader
 from quire.server.settings import ServerConfig
-from quire.server.state.engine_client import EngineClient
 from quire.text.reasoning import ReasoningModel
 from quire.text.tool_calls import ToolFormat
 
@@ -25,8 +24,6 @@ class ServerState:
 
     Args:
         llm: the engine.
-        views: views of it for operators and the page.
-        in_flight: requests in the engine.
         config: the server's options.
         bodies: parser of request bodies.
         version: version of Quire.
@@ -35,13 +32,13 @@ class ServerState:
         reasoning: the model's thinking, None where it is not known.
         aliases: further names of the model.
         is_draining: True once the server is stopping.
+        in_flight: requests in the engine.
+        views: views of the engine for operators and the page.
         logprobs: budget of log probabilities in answers.
         writing: lock that is held while a piece of a long answer is made; see `json_stream.paced`.
     """
 
-    llm: EngineClient
-    views: ServerViews
-    in_flight: RequestsInFlight
+    llm: AsyncLLM
     config: ServerConfig
     bodies: BodyReader
     version: str
@@ -50,14 +47,16 @@ class ServerState:
     reasoning: ReasoningModel | None = None
     aliases: tuple[str, ...] = ()
     is_draining: bool = False
+    in_flight: RequestsInFlight = field(init=False, default_factory=RequestsInFlight)
+    views: ServerViews = field(init=False)
     logprobs: LogprobBudget = field(init=False)
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
+        self.views = ServerViews(self.llm, self.in_flight)
         self.logprobs = LogprobBudget(self.config.max_request_logprobs)
 
-    @classmethod
-    def local(cls, llm: AsyncLLM, *args: Any, **kwargs: Any) -> Self:
-        """Return the state of a server in the engine's process; the other arguments are those after `in_flight`."""
-        in_flight = RequestsInFlight()
-        return cls(llm, LocalViews(llm, in_flight), in_flight, *args, **kwargs)
+    def close(self) -> None:
+        """Let all watchers leave, and end the parser of bodies."""
+        self.views.close()
+        self.bodies.close()

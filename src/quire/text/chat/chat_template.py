@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from quire.errors import MAX_SHOWN, InvalidParameter, RequestError, UnsupportedFeature, renamed
 from quire.text.chat.chat_prompt import ChatPrompt
@@ -27,14 +27,6 @@ PROBE = "The fox?"
 # The name of a warning that is given once.
 CONTROL_TEXTS: Final = "control texts"
 RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_final_message"}
-
-
-class TemplateParts(NamedTuple):
-    """Parts of a chat template; the fields are the arguments of `ChatTemplate`, and `special_tokens` has all."""
-
-    source: str
-    tool_source: str | None
-    special_tokens: dict[str, str]
 
 
 class ChatTemplate:
@@ -82,20 +74,6 @@ class ChatTemplate:
                 clock=clock,
                 renderer=self._renderer,
             )
-
-    @property
-    def parts(self) -> TemplateParts:
-        """Parts of which another process makes the same template."""
-        return TemplateParts(
-            self.source, None if self.for_tools is self else self.for_tools.source, dict(self._special_tokens)
-        )
-
-    @classmethod
-    def from_parts(cls, parts: TemplateParts) -> ChatTemplate:
-        """Return the template of the parts of another one."""
-        named = dict(parts.special_tokens)
-        begin, end = named.pop("bos_token", ""), named.pop("eos_token", "")
-        return cls(parts.source, tool_source=parts.tool_source, bos_token=begin, eos_token=end, special_tokens=named)
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Render a conversation as a text, special tokens included; the arguments are those of `prompt`."""

@@ -9,14 +9,13 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 import tokenizers
 
 from quire.errors import CheckpointError, InvalidParameter
 from quire.platform.bounded.process import RemoteCall
 from quire.text.chat.chat_prompt import ChatPrompt
-from quire.text.chat.chat_template import ChatTemplate, TemplateParts
+from quire.text.chat.chat_template import ChatTemplate
 from quire.text.chat.sanitized_texts import SanitizedTexts
 from quire.text.tokenizers.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from quire.text.tokenizers.tokenizer_json import JsonSource
@@ -29,16 +28,6 @@ from quire.text.vocabulary.token_pieces import Pieces, TokenPiece, fallback_byte
 # With these decoders a token adds the same bytes after any other token, which incremental detokenization needs.
 KNOWN_DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Replace", "Fuse", "Strip"})
 MAX_TOKEN_ID = 2**32 - 1
-
-
-class TokenizerParts(NamedTuple):
-    """Parts of a tokenizer; the fields are the arguments of `Tokenizer`, `library` as a `tokenizer.json`."""
-
-    library: str
-    bos_token: str | None
-    eos_token: str | None
-    chat_template: TemplateParts | None
-    doubles: tuple[tuple[int, int], ...] = ()
 
 
 class Tokenizer:
@@ -84,7 +73,7 @@ class Tokenizer:
                 )
         check_settings(library)
         self._library = library
-        self._bos_token, self._eos_token, self._doubles = bos_token, eos_token, doubles
+        self._doubles = doubles
         self._json_source = json_source
         self._long_texts = LongTexts(library, self._ids_of)
         self._sanitized_texts = SanitizedTexts(library, self._ids_of)
@@ -148,24 +137,6 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{files.path} is not a tokenizer: {error}") from error
-
-    @classmethod
-    def from_parts(cls, parts: TokenizerParts) -> Tokenizer:
-        """Return the tokenizer of the parts of another one."""
-        template = None if parts.chat_template is None else ChatTemplate.from_parts(parts.chat_template)
-        return cls(
-            tokenizers.Tokenizer.from_str(parts.library),
-            bos_token=parts.bos_token,
-            eos_token=parts.eos_token,
-            chat_template=template,
-            doubles=dict(parts.doubles),
-        )
-
-    @property
-    def parts(self) -> TokenizerParts:
-        """Parts of which another process makes the same tokenizer."""
-        template = None if self.chat_template is None else self.chat_template.parts
-        return TokenizerParts(self.to_json(), self._bos_token, self._eos_token, template, tuple(self._doubles.items()))
 
     def differs_at(self, other: Tokenizer) -> int | None:
         """Return the first token id that differs between two tokenizers, or exists in one only; None without one."""
