@@ -1,4 +1,4 @@
-"""The kernels, and which of them compute."""
+"""The kernels, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def make_ops(
     """Make the backend that computes on a device.
 
     Args:
-        device: any that torch has.
-        kernels: "torch" for stock operators, "native" for what the package's own build compiled, "triton" for Triton
-            kernels, on an NVIDIA GPU or in the interpreter; "auto" for native ones on a CPU, and on a GPU for those of
-            `choose_kernels`.
-        quantization: rounding of the weights of linear layers, and of their rows.
-        weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes, "plain" for weights as they
-            are, "auto" for the former where kernels have it.
-        deterministic: a row gets the same bits whatever rows it comes with. The backend refuses weights for which it
-            cannot promise that.
+        device: any device of torch.
+        kernels: "torch" for stock operators, "native" for the kernels that the package's build compiled, "triton" for
+            Triton kernels, on an NVIDIA GPU or in the interpreter; "auto" for native kernels on a CPU, else for the
+            result of `choose_kernels`.
+        quantization: quantisation of the weights of linear layers, and of their inputs.
+        weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes, "plain" for unchanged weights,
+            "auto" for "lossless" if the kernels support it.
+        deterministic: batch-invariant results: a row gets the same bits in every batch. The backend refuses weights for
+            which it cannot promise that.
 
     Raises:
-        ConfigError: native or Triton kernels, a packing, or results that are deterministic, were asked for and cannot
-            be had; the message says why.
+        ConfigError: the kernels, the weight packing or deterministic results that were asked for are not available; the
+            message says why.
     """
     if quantization is not None and weight_packing == "lossless":
         raise ConfigError(
@@ -66,9 +66,9 @@ def make_ops(
 
 
 def choose_kernels(device: torch.device, kernels: str) -> str:
-    """Return the kernels that "auto" takes on a GPU, "triton" or "torch"; other options, and that on CPUs, unchanged.
+    """Return the kernels that "auto" selects on a GPU, "triton" or "torch"; any other option, or a CPU, unchanged.
 
-    Triton's need Triton, which a torch for CUDA brings, and tensor cores of compute capability 8.0.
+    Triton kernels need Triton, which a torch for CUDA brings, and tensor cores of compute capability 8.0.
     """
     if kernels != "auto" or device.type == "cpu":
         return kernels
@@ -102,7 +102,7 @@ def _triton(device: torch.device, quantization: Quantization | None) -> Ops:
 
 
 def _rounds_alike(library: NativeLibrary) -> bool:
-    """Return whether small products of rounded weights are those of stock operators."""
+    """Return whether small matmuls with quantised weights agree with stock operators, to within 1e-4."""
     weight = torch.linspace(-1, 1, 70 * 96).view(70, 96).sin()
     x = torch.linspace(0, 9, 7 * 96).view(7, 96).sin()
     for form in FORMS.values():
@@ -116,7 +116,7 @@ def _rounds_alike(library: NativeLibrary) -> bool:
 
 
 def _agrees(library: NativeLibrary) -> bool:
-    """Return whether a small lossless product has the plain one's bits: tests may not have run on this level."""
+    """Return whether a small lossless matmul has the bits of the plain one: tests may not have run on this level."""
     weight = torch.linspace(-1, 1, 64 * 66).view(64, 66).bfloat16()
     plain, lossless = (NativeOps(library, is_lossless=flag).pack_linear(weight) for flag in (False, True))
     return all(torch.equal(plain(x), lossless(x)) for x in (weight[:1], weight[:2], weight[:5]))

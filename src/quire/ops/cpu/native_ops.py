@@ -198,7 +198,7 @@ class NativeOps(TorchFallback):
 
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
         """Run a norm and a linear layer in one call, if the matmul is native."""
-        # Rows that are quantised anyway are in float32 here, which fused kernels of another dtype do not give.
+        # A layer that quantises its inputs takes float32 rows from the norm; the fused call would round them first.
         if not isinstance(linear, NativeLinear) or linear.rounds_inputs:
             return None
         return NativeNormedLinear(self._library, norm, linear)

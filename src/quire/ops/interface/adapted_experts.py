@@ -25,7 +25,7 @@ class ExpertAdapters:
 
     Args:
         layer: adapters in the layout of the backend.
-        bounds: first expert that is here, and the one after the last.
+        bounds: first expert of this rank, and the one after the last.
         step: adapters of the present step's rows.
 
     Attributes:
@@ -52,12 +52,12 @@ class ExpertAdapters:
             self._slots.add(slot)
 
     def rows(self, num_rows: int) -> LoraRows | None:
-        """Return the step's rows with an adapter; None where none of the adapters has a part in this layer."""
+        """Return the step's rows with an adapter; None if no adapter has a part in this layer."""
         rows = self.step.rows(num_rows)
         return None if rows is None or self._slots.isdisjoint(rows.slots) else rows
 
     def __call__(self, x: Tensor, pairs: LoraRows) -> Tensor | None:
-        """Return the output of the adapters for pairs, [P, in] to [P, out]; None where no adapter has a part here."""
+        """Return the output of the adapters for pairs, [P, in] to [P, out]; None if no adapter has a part here."""
         slots = {slot // self._num_experts for slot in pairs.slots}
         return None if self._slots.isdisjoint(slots) else self.layer(x, pairs, None)
 
@@ -81,7 +81,7 @@ def group_pairs(chosen: Tensor, bounds: tuple[int, int], num_experts: int, rows:
 
     Args:
         chosen: int64 [T, C], experts of each row.
-        bounds: first expert that is here, and the one after the last.
+        bounds: first expert of this rank, and the one after the last.
         num_experts: number of all experts.
         rows: rows with an adapter; None if there are none.
     """

@@ -13,14 +13,14 @@ from quire.ops.interface.ops import Linear
 class StepAdapters:
     """The rows of the present step that have an adapter, for all layers of a decoder.
 
-    A layer is given either all rows of a step, or its output rows alone, which are fewer.
+    A layer gets either all rows of a step or only the output rows, which are fewer.
 
     Attributes:
-        all: rows among all rows; None where no row of the step has an adapter.
-        output: rows among the output rows; None where none of these has one, or all rows are output rows.
+        all: rows among all rows; None if no row of the step has an adapter.
+        output: rows among the output rows; None if none of them has an adapter, or all rows are output rows.
         call: addresses of `all` and `output` for native kernels, 0 for None, and the number of all rows
             (`StepAdapters` in lora.h); its own address stays.
-        can_be_static: True where decodes with adapters may be captured: linear layers take adapters, and no experts.
+        can_be_static: True if decodes with adapters may be captured: linear layers take adapters, and no experts.
     """
 
     __slots__ = ("all", "call", "can_be_static", "output")
@@ -35,7 +35,7 @@ class StepAdapters:
         """Begin a step.
 
         Args:
-            adapters: `all` and `output` of the step; None where no row has an adapter.
+            adapters: `all` and `output` of the step; None if no row has an adapter.
         """
         self.all, self.output = adapters or (None, None)
         for place, rows in enumerate((self.all, self.output)):
@@ -43,12 +43,12 @@ class StepAdapters:
         self.call[2] = 0 if self.all is None else self.all.num_rows
 
     def rows(self, num_rows: int) -> LoraRows | None:
-        """Return the rows for a layer that is given so many."""
+        """Return the adapter rows for a layer that gets `num_rows` rows."""
         return self.all if self.all is None or num_rows == self.all.num_rows else self.output
 
 
 class AdaptedLinear:
-    """A linear layer whose rows may have adapters; where none has, it costs what the layer costs.
+    """A linear layer whose rows may have adapters; in steps without any it costs no more than the layer.
 
     Args:
         linear: the layer.
@@ -66,11 +66,11 @@ class AdaptedLinear:
 
     @property
     def is_active(self) -> bool:
-        """True where an adapter of the present step adds to the layer."""
+        """True if an adapter of the present step adds to the layer."""
         return self.step.all is not None and self.layer.has(self.step.all.slots)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply, and add what adapters of the rows give: [T, in] to [T, out]."""
+        """Multiply, and add the output of the rows' adapters: [T, in] to [T, out]."""
         rows = self.step.rows(len(x))
         if rows is not None and self.layer.has(rows.slots):
             residual = self.layer(x, rows, residual)

@@ -1,4 +1,4 @@
-"""Layers, and the experts of a layer, with packed weights: described for a backend that runs them as one call."""
+"""Descriptions of layers and experts with packed weights, for backends that run them as one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RowNorm(NamedTuple):
     """A norm of hidden states.
 
     Args:
-        scales: [E], of a dtype as `Ops.rms_norm` takes it.
+        scales: [E], of a dtype that `Ops.rms_norm` takes.
         eps: added to the mean square.
     """
 
@@ -26,12 +26,12 @@ class RowNorm(NamedTuple):
 
 
 class PackedAttention(NamedTuple):
-    """Attention whose result is added to the residual as it is.
+    """Attention whose output is added to the residual unchanged.
 
     Args:
         qkv: projection to queries, keys and values.
-        output: projection of what attention gives.
-        head_norms: norms of heads, where the model has them.
+        output: projection of the attention output.
+        head_norms: norms of the heads; None if the model has none.
         num_heads: H.
         score_scale: factor of the scores before the softmax.
         sinks: attention sinks, [H] of float32; None for none.
@@ -50,7 +50,7 @@ class PackedAttention(NamedTuple):
 
 
 class PackedRecurrence(NamedTuple):
-    """A recurrent mixer whose result is added to the residual as it is.
+    """A recurrent mixer whose output is added to the residual unchanged.
 
     Args:
         input: projection to the mixer's inputs.
@@ -64,11 +64,11 @@ class PackedRecurrence(NamedTuple):
 
 
 class PackedMLP(NamedTuple):
-    """A gated perceptron whose result is added to the residual as it is.
+    """A gated MLP whose output is added to the residual unchanged.
 
     Args:
-        gate_up: projection to gated columns.
-        down: projection of these.
+        gate_up: projection to the gated columns.
+        down: projection of the gated columns.
     """
 
     gate_up: Linear
@@ -76,18 +76,18 @@ class PackedMLP(NamedTuple):
 
 
 class RoutedExperts(NamedTuple):
-    """The experts of a layer, with their router; fields without a description are those of `models.specs.spec.Experts`.
+    """The experts of a layer, with their router; see `models.specs.spec.Experts` for fields without a description.
 
     Args:
         router: projection to logits.
-        gate_ups, downs: the layers of each expert that is here, gated; of equal shapes.
-        choice_bias, expert_scales: [X] of float32, where the model has them.
+        gate_ups, downs: layers of each expert of this rank, `gate_ups` gated; of equal shapes.
+        choice_bias, expert_scales: [X] of float32; None if the model has none.
         is_sigmoid: scores are sigmoids of logits, not their softmax.
-        shared: layers of the expert that every row goes through, or None.
-        shared_gate: projection to the gate of its output, [T, 1], or None.
-        num_experts: X, those of other ranks included.
+        shared: layers of the shared expert, or None.
+        shared_gate: projection to the gate of the shared expert's output, [T, 1], or None.
+        num_experts: X, including the experts of other ranks.
         first_expert: index of the first expert of this rank; the outputs of other ranks' experts are not included.
-        adapters: adapters of `gate_ups` and of `downs`; None where adapters are not supported.
+        adapters: adapters of `gate_ups` and of `downs`; None if adapters are not supported.
     """
 
     router: Linear
@@ -117,9 +117,9 @@ class PackedLayer(NamedTuple):
         mixer: the mixer.
         group_idx: index of its cache group.
         layer_idx: index of the layer in that group.
-        rotation_idx: index of the rotation of attention among those of a step; 0 for other mixers.
+        rotation_idx: index of attention's rotation in the rotations of a step; 0 for other mixers.
         ffn_norm: norm before the feed-forward part.
-        ffn: gated perceptron, or experts.
+        ffn: gated MLP, or experts.
     """
 
     mixer_norm: RowNorm
@@ -151,39 +151,39 @@ class FusedLayers(Protocol):
             storages: storage of each cache group.
 
         Returns:
-            [T, E] with the bits that the layers give one by one; None, and nothing is stored, for a step that they
-            compute as fast.
+            [T, E], bit-identical to the layers run one by one; None, with nothing stored, for a step that the kernels
+            do not support or do not speed up.
         """
 
 
 @runtime_checkable
 class FusesLayers(Protocol):
-    """A backend that runs the layers of a model by one call, and its end by another."""
+    """A backend that runs the layers of a model by one call, and the final norm with the output head by another."""
 
     def fuse_layers(
         self, layers: Sequence[PackedLayer], ranks: SharedMemoryRanks | None = None, /
     ) -> FusedLayers | None:
-        """Return the fused layers; None where the backend computes some of their parts otherwise.
+        """Return the fused layers; None if the backend lacks a fused kernel for some of their parts.
 
         Args:
             layers: layers with their weights.
-            ranks: ranks whose outputs of each half are summed; None where those are whole.
+            ranks: ranks that all-reduce the output of each half of a layer; None if this rank has whole layers.
         """
 
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> Callable[[Tensor], Tensor] | None:
-        """Return a norm with the product of its result, [R, E] to [R, out], with the same bits; None as above."""
+        """Return a norm and a linear layer as one call, [R, E] to [R, out], with the same bits; None as above."""
 
 
 class FusedExperts(Protocol):
     """The experts of a layer, run by one call."""
 
     def __call__(self, x: Tensor, routed: Tensor, start: Tensor | None, /) -> Tensor:
-        """Add what the experts of each row make of it, in float32 and in the order of the experts.
+        """Return the weighted sum of the outputs of each row's experts, added in float32, in a fixed order.
 
         Args:
-            x: [T, E], contiguous.
-            routed: [T, E] that the router sees, contiguous.
-            start: [T, E] to add to, contiguous; None for nothing.
+            x: [T, E], contiguous; input of the experts.
+            routed: [T, E], contiguous; input of the router.
+            start: [T, E], contiguous, which the sum is added to; None for zeros.
 
         Returns:
             [T, E]; a row gets the same bits in every batch.
@@ -195,4 +195,4 @@ class FusesExperts(Protocol):
     """A backend that runs the experts of a layer by one call."""
 
     def fuse_experts(self, experts: RoutedExperts) -> FusedExperts | None:
-        """Return the fused experts; None where the backend computes some of their products otherwise."""
+        """Return the fused experts; None if the backend lacks a fused kernel for some of their matmuls."""

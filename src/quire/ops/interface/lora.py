@@ -1,7 +1,7 @@
 """LoRA adapters of a linear layer: the interface of backends, and an implementation by torch operators.
 
-The output of adapters is computed first and passed to the layer as its residual, so that the layer's packed weight is
-not changed, and its matmul is one for the rows of all adapters.
+The output of adapters is computed first and passed to the layer as its residual, so that the layer's packed weight
+stays unchanged, and one matmul serves the rows of all adapters.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class LoraRows:
 
     @classmethod
     def of_groups(cls, num_rows: int, slots: array[int], starts: array[int], rows: array[int]) -> LoraRows:
-        """Return rows that are grouped already; for the arguments, see the attributes."""
+        """Return rows that are already grouped; for the arguments, see the attributes."""
         made = cls.__new__(cls)
         made._set(num_rows, slots, starts, rows)
         return made
 
     @classmethod
     def of(cls, slots: Iterable[int | None], counts: Sequence[int]) -> LoraRows | None:
-        """Return the rows of consecutive sequences that have an adapter; None where none has one.
+        """Return the rows of consecutive sequences that have an adapter; None if no row has one.
 
         Args:
             slots: adapter slot of each sequence, None for no adapter.
@@ -104,11 +104,11 @@ class LoraLayer(Protocol):
 
         Args:
             weight: an adapter's matrices of the layer.
-            memory: memory of the adapter, for a layout of the backend's own.
+            memory: memory of the adapter, for a backend with its own layout.
         """
 
     def put(self, slot: int, packed: Any | None) -> None:
-        """Set the adapter of a slot, None for none; between two steps."""
+        """Set the adapter of a slot, None for none; called between two steps."""
 
     def has(self, slots: Sequence[int]) -> bool:
         """Return whether the adapter of any of the slots has a part in the layer."""

@@ -1,7 +1,6 @@
 """The interface of kernel backends: their operations, and the description of a step.
 
-A backend is one class and a line of `quire.ops.make_ops`. Models and execution know this file only, and
-`fused_layers`.
+A backend is one class and a line of `quire.ops.make_ops`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from quire.ops.interface.lora import LoraLayer
 from quire.ops.interface.quantized_weight import StoredWeight
 from quire.ops.interface.recurrent_weights import GatedDeltaNetWeights, Mamba2Weights, ShortConvWeights
 
-# Activations of a gate: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function; and that of
-# gpt-oss, x * sigmoid(ALPHA * x) with x limited to LIMIT, beside which `up` is clamped to +-LIMIT and increased by 1.
+# Activations of a gate: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function; for gpt-oss,
+# x * sigmoid(ALPHA * x) with x limited to LIMIT, times `up` clamped to +-LIMIT and increased by 1.
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
-# Elementwise activations, in models without gates or in addition to them; "gelu" is that with the error function.
+# Elementwise activations, in models without gates or in addition to them; "gelu" uses the error function.
 Elementwise = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
 SWIGLUOAI_ALPHA: Final = 1.702
 SWIGLUOAI_LIMIT: Final = 7.0
-# Vectors whose magnitudes are at most this are stored as zeros in int8: so neither a scale nor a quotient is subnormal.
+# Vectors without a larger magnitude are stored as zeros in int8, so that neither a scale nor a quotient is subnormal.
 LEAST_SCALED: Final = 1e-36
 
 
@@ -47,7 +46,7 @@ class AttentionBatch:
         window: number of tokens that a row sees, itself included; None for all. Tokens that no row sees are not read.
         chunk: a row sees no further back than the start of its chunk of this many tokens; None for no chunks. It is
             not combined with a window.
-        host_block_ids: `block_ids` on the host, for backends that plan there; None where those are on the host.
+        host_block_ids: copy of `block_ids` on the host, for backends that plan there; None if `block_ids` is there.
     """
 
     slot_mapping: Tensor
@@ -72,10 +71,10 @@ class PagedKV(Protocol):
     A slot is a vector as it is stored, W elements of one of these dtypes:
 
     - bfloat16, float16, float32: its D values;
-    - float8_e4m3fn: its D values, those out of range as the largest of their sign;
+    - float8_e4m3fn: its D values, saturated to the range;
     - int8: its D values divided by a scale and rounded (half to even), then the scale's four bytes, a float32. The
-      scale is the largest absolute value divided by 127; 0 where none is above `LEAST_SCALED`, and then all values are
-      0. A vector with a NaN or an infinity comes back as NaN.
+      scale is the largest absolute value divided by 127; 0 if none is above `LEAST_SCALED`, and then all values are
+      0. A vector with a NaN or an infinity is read back as NaN.
 
     Attributes:
         data: [B, L, 2, K, N, W].
@@ -84,7 +83,7 @@ class PagedKV(Protocol):
         slot_rows: a view [*, W] for each layer, whose row `((block_id * L * 2 + kv) * K + head) * N + offset` is that
             layer's slot of that head.
         head_dim: D.
-        dtype: dtype of keys and values before they are stored, that of a step's rows.
+        dtype: dtype of keys and values before they are stored, which is the dtype of a step's rows.
     """
 
     @property
@@ -106,7 +105,7 @@ class StateBatch:
     Args:
         block_ids: S numbers; the block with each sequence's state, before the step and after it.
         row_starts: S + 1 numbers; sequence `s` owns rows `[row_starts[s], row_starts[s + 1])`, never none.
-        has_state: S flags; where false, the rows are the sequence's first, and the block's contents are undefined.
+        has_state: S flags; if false, the rows are the sequence's first, and the block's contents are undefined.
     """
 
     block_ids: Sequence[int]
@@ -133,8 +132,8 @@ class HeadNorms(NamedTuple):
     """The norms of heads.
 
     Args:
-        scales: a row for each query head, one for each key head and, where values are normed too, one for each value
-            head: [H + K, D] or [H + 2 K, D], contiguous; of a dtype as `Ops.rms_norm` takes it.
+        scales: a row for each query head, one for each key head and, if values are normed too, one for each value
+            head: [H + K, D] or [H + 2 K, D], contiguous; of a dtype that `Ops.rms_norm` takes.
         eps: added to the mean square.
     """
 
@@ -143,7 +142,7 @@ class HeadNorms(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """The angles of a step's rows.
+    """The rotary embedding (RoPE) of a step's rows.
 
     Args:
         cos: [T, 1, D], contiguous.
@@ -162,15 +161,15 @@ class StepAttention(Protocol):
 
         Args:
             qkv: [T, (H + 2 K) * D], contiguous: query heads, key heads, value heads.
-            norms: norms of the heads, where the model has them.
-            rotation: its halves turn against each other.
+            norms: norms of the heads; None if the model has none.
+            rotation: rotation of the rows; element i of a head is paired with element i + D / 2.
 
         Returns:
             The queries, [T, H, D].
         """
 
     def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm and rotate the queries of a layer that reads what another layer stored; nothing is stored.
+        """Norm and rotate the queries of a layer that reads another layer's keys and values; nothing is stored.
 
         Args:
             q: [T, H * D], contiguous.
@@ -183,15 +182,15 @@ class StepAttention(Protocol):
     def attend(
         self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
     ) -> Tensor:
-        """Let each row see its sequence up to itself, as far back as the batch says, through the block table.
+        """Compute causal attention of each row over its sequence, within the batch's window or chunk.
 
         Args:
             q: queries, [T, H, D].
             scale: factor of the scores before the softmax.
-            sinks: attention sinks, [H] of float32, contiguous: each row's softmax has one more score, that of its head,
+            sinks: attention sinks, [H] of float32, contiguous: each row's softmax has one more score, its head's sink,
                 which takes weight and has no value. None for no sinks.
-            soft_cap: scores, multiplied by their scale, become `soft_cap * tanh(score / soft_cap)`; sinks stay as they
-                are. None leaves scores.
+            soft_cap: scores, multiplied by their scale, become `soft_cap * tanh(score / soft_cap)`; sinks are not
+                capped. None for no cap.
 
         Returns:
             [T, H * D], contiguous.
@@ -205,7 +204,7 @@ class StepStates(Protocol):
     """Recurrence of one step over one cache group; made once a step, used by every layer of the group.
 
     A method is a mixer between its projections: it updates each sequence's state with its rows, and reads from it.
-    `projected` [T, ...] has what the input projection gives of each row; results are contiguous, of its dtype.
+    `projected` [T, ...] is the output of the input projection; results are contiguous, of the dtype of `projected`.
     """
 
     def short_conv(self, layer_idx: int, projected: Tensor, weights: ShortConvWeights) -> Tensor:
@@ -233,24 +232,24 @@ class StepStates(Protocol):
 
 
 class Linear(Protocol):
-    """A linear layer whose weight lies as the backend likes it."""
+    """A linear layer with its weight in the backend's packed layout."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return `x @ weight.T + bias (+ residual)`: [T, in] to [T, out]; `residual` is contiguous.
 
-        What is gated returns half as many columns.
+        A gated layer returns half as many columns.
         """
 
 
 @runtime_checkable
 class KeepsRows(Protocol):
-    """A linear layer that still has each bit of its weight."""
+    """A linear layer that keeps its weight exactly, so that rows can be looked up."""
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows of the weight [out, in]: ids [T] of int64 to [T, in].
 
         Raises:
-            IndexError: an id that is no row.
+            IndexError: an id is out of range.
         """
 
 
@@ -268,11 +267,11 @@ class RoundsInputs(Protocol):
 
 
 class Ops(Protocol):
-    """The operations of a model. None changes its arguments, except the cache that `StepAttention` writes and
-    the logits of `apply_token_bitmask`.
+    """The operations of a model. They do not change their arguments, except the caches that `StepAttention` and
+    `StepStates` write, and the logits of `apply_token_bitmask`.
 
     Attributes:
-        name: name of the kernels, for people.
+        name: name of the kernels, for logs.
     """
 
     @property
@@ -287,26 +286,26 @@ class Ops(Protocol):
         num_slices: int = 1,
         max_group: int = 32,
     ) -> Linear:
-        """Take a weight [out, in] and bias [out] into the layout of the backend.
+        """Pack a weight [out, in] and bias [out] into the layout of the backend.
 
         Args:
-            weight: read before this returns, and not kept. One that is stored quantised keeps its values, and, unless
-                it is gated or has plain parts, its rows can be looked up.
-            min_bits: least number of bits that a plain weight may be rounded to.
-            gate: the layer gives `gate` of its product, as the method of that name does with this activation: half as
-                many columns as the weight has rows; a residual has as many as the weight, and is added before.
-            num_slices: equal slices of the inputs whose sums are added as a tree of halves, where the native kernels
-                multiply a quantised weight; a power of two. So ranks that have a slice each add up to the same bits.
-            max_group: most inputs that may share a scale, in a plain weight that is rounded and in its activations,
-                where a form of as many bits has such groups.
+            weight: weight that is read before this returns. A stored quantised weight keeps its values, and its rows
+                can be looked up, unless it is gated, or has plain parts or an input order.
+            min_bits: minimum number of bits that a plain weight may be quantised to.
+            gate: activation of a gated layer, which returns `Ops.gate` of its product: half as many columns as the
+                weight has rows. A residual has as many columns as the weight has rows, and is added before the gate.
+            num_slices: number of equal slices of the inputs, a power of two: the native kernels for quantised weights
+                add their sums pairwise, as a tree, so that ranks with one slice each add up to the same bits.
+            max_group: maximum number of inputs that share a scale, in a plain weight that is quantised and in its
+                activations, if a form with as many bits has such groups.
         """
 
     def make_lora(self, num_columns: int, max_rank: int | None = None) -> LoraLayer:
-        """Return a linear layer's adapters, of which there are none yet.
+        """Return a container for a linear layer's adapters, initially empty.
 
         Args:
             num_columns: number of rows of the layer's weight.
-            max_rank: most ranks of an adapter's parts together; None where no captured step has the layer's adapters.
+            max_rank: maximum total rank of an adapter's parts; None if no captured step uses the layer's adapters.
         """
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -329,7 +328,7 @@ class Ops(Protocol):
         Args:
             x: [T, E].
             weight: [E], of the dtype of `x`.
-            bias: [E], added at last; None for none.
+            bias: [E], added last; None for none.
 
         Returns:
             [T, E], of the dtype of `x`.
@@ -341,7 +340,7 @@ class Ops(Protocol):
     def ragged_attention(
         self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
     ) -> Tensor:
-        """Let each row see all rows of its sequence, before it and after it; nothing is cached.
+        """Compute bidirectional attention of each row over the rows of its sequence; nothing is cached.
 
         Args:
             qkv: [T, 3 * H * D], contiguous: query heads, key heads, value heads. Scores are divided by `sqrt(D)`.
@@ -365,24 +364,24 @@ class Ops(Protocol):
 
         Args:
             x: [T, F] of float32.
-            gates: [T, F], rows may lie apart.
-            weight: [G, F / G] of float32; each of the G parts of a row is normed by itself.
+            gates: [T, F], rows may be strided.
+            weight: [G, F / G] of float32; each of the G parts of a row is normed separately.
 
         Returns:
             [T, F], contiguous, of the dtype of `gates`.
         """
 
     def apply_token_bitmask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
-        """Set all tokens of some rows to minus infinity, in place, but those whose bits are set.
+        """Set the logits of forbidden tokens, whose bits are not set, to minus infinity, in place.
 
         Args:
             logits: float32 [R, V], none NaN or plus infinity.
-            rows: each once.
-            masks: one for each of them, int32 [ceil(V / 32)] on the CPU; the lowest bit is the first token's.
+            rows: rows with a mask, each once.
+            masks: mask of each of these rows, int32 [ceil(V / 32)] on the CPU; the lowest bit is the first token's.
         """
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
-        """Prepare what all layers of a step share."""
+        """Prepare a step's attention, for all layers of a cache group."""
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
-        """Prepare what all layers of a step share."""
+        """Prepare a step's recurrence, for all layers of a cache group."""

@@ -1,8 +1,8 @@
 """Piecewise captured steps: the layers between token mixers are captured, and the mixers are launched eagerly.
 
 In a step with prompts, the work of attention and of recurrent layers is planned by the host and differs from step to
-step. All other operations depend only on the number of rows. So these are captured for some numbers of rows, with
-static memory at the seams, as in vLLM's piecewise CUDA graphs:
+step. All other operations depend only on the number of rows, so they are captured for some numbers of rows, with static
+memory at the seams, as in vLLM's piecewise CUDA graphs:
 
 ```
  captured piece | attend | captured piece | attend | ... | captured piece
@@ -49,7 +49,7 @@ class SeamMemory:
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseAttentionBatch(AttentionBatch):
-    """Rows of a captured piece: of the fields of the base class, only `slot_mapping` has a meaning.
+    """Rows of a captured piece; only `slot_mapping` of the base class's fields has a meaning.
 
     Args:
         seams: memory at the seams.
@@ -79,7 +79,7 @@ class AttendsInto(Protocol):
     def attend_into(
         self, output: Tensor, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None, soft_cap: float | None
     ) -> None:
-        """Write what `StepAttention.attend` returns to `output`, [T, H * D], contiguous."""
+        """Write the result of `StepAttention.attend` to `output`, [T, H * D], contiguous."""
 
 
 class PiecewiseAttention:

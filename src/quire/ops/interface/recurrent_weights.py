@@ -1,4 +1,4 @@
-"""The weights of recurrent mixers between their projections, as kernels take them."""
+"""The weights of recurrent mixers between their projections, in the form that kernels take."""
 
 from __future__ import annotations
 

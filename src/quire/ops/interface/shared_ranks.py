@@ -1,4 +1,4 @@
-"""Ranks of one host, as native calls that run several layers see them."""
+"""Ranks of one host, for native calls that run several layers."""
 
 from __future__ import annotations
 

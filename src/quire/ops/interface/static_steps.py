@@ -1,8 +1,7 @@
 """Decode steps with inputs in static (persistent) buffers, for backends whose kernels can be captured and replayed.
 
 All values that differ between two decode steps of the same number of rows are in device buffers with fixed addresses;
-the host passes a step's values only by writing them there. So the captured launches of one step, replayed, compute
-another.
+the host passes a step's values only by writing them there. So captured launches can be replayed for other steps.
 
 ```
  StaticMemory   | ids | positions | slots | work items | ...   <- written in pinned memory, one copy before a step
@@ -218,7 +217,7 @@ class MakesStaticSteps(Protocol):
     def static_tokens(
         self, kv: PagedKV, window: int | None, chunk: int | None, memory: StaticMemory, limits: StaticLimits
     ) -> StaticTokens | None:
-        """Return buffers for a cache group of keys and values; None where the backend's kernels do not support it."""
+        """Return buffers for a cache group of keys and values; None if the backend's kernels do not support it."""
 
     def static_states(self, memory: StaticMemory, limits: StaticLimits) -> StaticStates:
         """Return buffers for a cache group of states."""

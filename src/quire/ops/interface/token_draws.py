@@ -19,7 +19,7 @@ class RowFilters(NamedTuple):
 
     Args:
         temperature: float32 [R], above 0.
-        top_k: int64 [R], V where there is none.
+        top_k: int64 [R], V for no top_k.
         top_p: float64 [R].
         min_p: float32 [R].
     """
@@ -38,13 +38,13 @@ class RowParameters(NamedTuple):
     """The parameters of a step's rows, on the device.
 
     Args:
-        kinds: int32 [R]: `GREEDY` and others.
-        greedy, whole, few, many: int64, the rows of each kind; None where there are none.
+        kinds: int32 [R], one of `KINDS` for each row.
+        greedy, whole, few, many: int64, the rows of each kind; None if there are none.
         filters: filters of all rows.
         seeds: int64 [R], two's complement.
         sample_idxs: int64 [R].
         most_few: maximum `top_k` of the rows of kind FEW; 0 if there are none.
-        cuts_many: True where a row of kind MANY has a `top_k`.
+        cuts_many: True if a row of kind MANY has a `top_k`.
     """
 
     kinds: Tensor
@@ -66,7 +66,7 @@ class RowParameters(NamedTuple):
 
 @runtime_checkable
 class DrawsTokens(Protocol):
-    """A backend that samples tokens on the device; the host does not wait."""
+    """A backend that samples tokens on the device, without synchronisation with the host."""
 
     def check_logits(self, logits: Tensor) -> Tensor:
         """Return which rows can be sampled from, before requests change their logits.
@@ -75,7 +75,7 @@ class DrawsTokens(Protocol):
             logits: float32 [R, V], contiguous; rows that are `BROKEN` may be overwritten.
 
         Returns:
-            int64 [R]: `FINE`, or `BROKEN` where the greatest logit is not finite, or there is a NaN.
+            int64 [R]: `FINE`, or `BROKEN` if the maximum logit is not finite or a logit is NaN.
         """
 
     def draw_tokens(
@@ -85,9 +85,9 @@ class DrawsTokens(Protocol):
 
         Args:
             logits: float32 [R, V], contiguous, overwritten.
-            parameters: parameters of the rows; None to take the likeliest token of all, the lowest id among equals.
-            positions: int64 [R], positions of the tokens in their sequences; None where no row draws.
-            before: result of `check_logits` before requests changed the logits; None where none did.
+            parameters: parameters of the rows; None if all are greedy: the likeliest token, the lowest id among equals.
+            positions: int64 [R], positions of the tokens in their sequences; None if no row is sampled.
+            before: result of `check_logits` before requests changed the logits; None if no request did.
 
         Returns:
             int64 [2, R]: tokens, and the states of rows. A row that was `BROKEN` before stays so. Any other row without

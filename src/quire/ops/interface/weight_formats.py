@@ -9,7 +9,7 @@ from quire.ops.interface.quantized_weight import WeightForm
 
 WeightFormat = Literal["int8 of 16", "int8", "int6", "int4"]
 
-# The format with the fewest bits first, of equal ones that with the largest groups of inputs.
+# Formats with fewer bits first; among formats with equal bits, larger groups of inputs first.
 FORMS: Final[dict[WeightFormat, WeightForm]] = {
     "int4": WeightForm(4, 32, "bfloat16", offset=8),
     "int6": WeightForm(6, 32, "bfloat16", offset=32),

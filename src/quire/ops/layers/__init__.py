@@ -1,1 +1,1 @@
-"""Linear layers made of others: gated, joined, reordered."""
+"""Linear layers that wrap other linear layers: gated, joined, reordered."""

@@ -1,4 +1,4 @@
-"""Recurrent mixers between their projections, as operators over a recurrence: of stock torch, or its slow twin."""
+"""Recurrent mixers between their projections, over a recurrence: by torch operators, or the slow twin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 from quire.ops.interface.ops import Ops
 from quire.ops.interface.recurrent_weights import GatedDeltaNetWeights, Mamba2Weights, ShortConvWeights, SSMHeads
 
-# Added to the squared length of queries and keys before they are divided by it.
+# Added to the squared length of queries and keys before they are normalised.
 LENGTH_EPS = 1e-6
 
 
@@ -62,8 +62,7 @@ class Recurrence(Protocol):
             y = q @ S
 
         Args:
-            q, k: [T, G * K] of float32, keys of a length of 1 at most; heads `[g * H / G, (g + 1) * H / G)` share
-                group `g`.
+            q, k: [T, G * K] of float32, keys of length 1 at most; heads `[g * H / G, (g + 1) * H / G)` share group `g`.
             v: [T, H * V].
             g: [T, H] of float32, logarithms of the decay.
             beta: [T, H] of float32, from 0 to 1: rate of the correction.

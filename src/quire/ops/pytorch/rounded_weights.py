@@ -35,7 +35,7 @@ def round_weight(weight: Tensor, name: WeightFormat, device: torch.device) -> St
 
 
 def round_groups(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Quantise groups of float32 [N, K] to `bits` bits; the first value of largest magnitude gets the lowest code."""
+    """Quantise groups of float32 [N, K] to `bits` bits; the first value of largest magnitude gets the lowest level."""
     groups, lowest = padded_groups(x, group), -float(1 << (bits - 1))
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scales = torch.where(largest.abs() < SMALLEST, 0.0, largest / lowest).to(torch.bfloat16)

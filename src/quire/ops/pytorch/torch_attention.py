@@ -11,11 +11,11 @@ from torch import Tensor
 from quire.ops.interface.ops import AttentionBatch, HeadNorms, PagedKV, Rotation
 from quire.ops.pytorch import torch_rows
 
-# Query rows of a chunk that are scored at once: as many as keep the scores of a common context in the CPU's cache.
+# Query rows of a chunk that are scored at once, so that the scores of a common context stay in the CPU's cache.
 TILE_ROWS = 64
-# Tokens whose keys a single row scores at once: as many as stay in the CPU's cache.
+# Tokens whose keys a single row scores at once, so that the keys stay in the CPU's cache.
 TILE_TOKENS = 256
-# Maximum number of scores that are held at once, where contexts are long; 16 MiB.
+# Maximum number of scores in memory at once, for long contexts; 16 MiB.
 TILE_SCORES = 1 << 22
 
 
@@ -41,7 +41,7 @@ class Gather(NamedTuple):
     """Some blocks of a sequence, and the destination of their gather.
 
     Args:
-        row_ids: rows of the layer's blocks, head by head: keys, then, for more than one query row, values.
+        row_ids: block rows of the layer, head by head: keys, then, for more than one query row, values.
         gathered: [row ids, N * D].
         keys: [K, tokens, D], a view of `gathered` without tokens that no row sees: the undefined tail of the last
             block, and the start of the first block if it is out of the window.
@@ -57,10 +57,10 @@ class Gather(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One sequence: its query rows, and the tokens that they see, in one gather, or for a single row in several.
+    """The query rows of one sequence, and the gathers of the tokens that they see: several for a single row, else one.
 
     Args:
-        first_seen: the first token of the gather that each row sees; None where all see it from its start.
+        first_seen: the first token of the gather that each row sees; None if all rows see it from its start.
     """
 
     start: int
@@ -70,13 +70,13 @@ class Job(NamedTuple):
 
 
 class Bags(NamedTuple):
-    """The tokens that single rows see, as bags of cache rows: one bag for each of their query heads.
+    """The values that single rows (decodes) see, as bags of cache rows: one bag per row and query head.
 
     Args:
         rows: the single rows, int64.
-        slots: slot rows of the layer with values, one bag after the other.
+        slots: slot rows of the layer's values, one bag after the other.
         starts: offset of each bag in `slots`.
-        weights: float32, one for each of `slots`.
+        weights: float32, one for each slot.
         by_row: view of `weights` for each single row, as [K, G, context].
     """
 
@@ -91,8 +91,8 @@ class TorchStepAttention:
     """Attention of one step over one cache group.
 
     A sequence's blocks are gathered by one copy, directly into the layout that the matmul reads, and each KV head is
-    read once for all query heads of its group. The values that single rows (decodes) see are not gathered: torch's
-    embedding bag sums weighted rows of the cache itself, for all sequences in one call. Nothing is padded.
+    read once for all query heads of its group. Values are not gathered for single rows (decodes): torch's embedding bag
+    sums weighted rows of the cache itself, for all sequences in one call. Nothing is padded.
     """
 
     def __init__(self, batch: AttentionBatch, kv: PagedKV, scratch: Scratch) -> None:
@@ -122,7 +122,7 @@ class TorchStepAttention:
             pairwise(batch.row_starts), batch.context_lens, block_rows.split_with_sizes(block_counts, 1), strict=True
         )
         for (start, end), context_len, table in spans:
-            # Tokens that no row sees any more are skipped.
+            # Tokens before the window or chunk of all rows are skipped.
             first_seen = batch.first_seen(context_len - (end - start))
             table = table[:, first_seen // block_size :]
             skipped = first_seen % block_size
@@ -145,7 +145,7 @@ class TorchStepAttention:
         self._bags: dict[int, Bags] = {}  # by the number of query heads in a group
 
     def _gather(self, row_ids: Tensor, first: int, end: int) -> Gather:
-        """Place the gather of some block rows, [K or 2 * K, blocks], of whose tokens `[first, end)` are seen."""
+        """Lay out the gather of some block rows, [K or 2 * K, blocks], whose tokens `[first, end)` are seen."""
         block_width = self._block_rows[0].shape[1]
         head_dim = self._slot_rows[0].shape[1]
         gathered = self._memory[: row_ids.numel() * block_width].view(-1, block_width)
@@ -171,7 +171,7 @@ class TorchStepAttention:
     def attend(
         self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
     ) -> Tensor:
-        """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
+        """Compute causal attention of rows [T, H, D] over their sequences; return [T, H * D]."""
         num_rows, num_heads, head_dim = q.shape
         group = num_heads // self._num_kv_heads
         block_rows = self._block_rows[layer_idx]
@@ -255,15 +255,15 @@ def attend_in_tiles(
     sinks: Tensor | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Let a sequence's last rows attend, some rows at a time, by plain matrix products.
+    """Compute attention of a sequence's last rows, some rows at a time, by plain matmuls.
 
     ```
      keys     |<------ seen by all rows of the tile ------>|<- diagonal ->|
      rows                                     earlier tiles |<-- tile --->| later tiles
     ```
 
-    Values are weighed in bfloat16 where they are bfloat16, as in fused kernels, else in float32. On a CPU this takes
-    half to three quarters of the time of torch's fused operator.
+    The matmul with the values is in bfloat16 for bfloat16 values, as in fused kernels, else in float32. On a CPU this
+    takes half to three quarters of the time of torch's fused operator.
 
     Args:
         queries: [rows, K, G, D] of float32, scaled.
@@ -308,5 +308,5 @@ def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
 
 
 def _cut(length: int, piece: int) -> list[int]:
-    """Cut a length into pieces, the last one as long as is left."""
+    """Cut a length into pieces; the last one may be shorter."""
     return [min(piece, length - start) for start in range(0, length, piece)]

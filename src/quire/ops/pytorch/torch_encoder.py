@@ -13,7 +13,7 @@ from torch.nn import functional
 from quire.ops.interface.ops import Elementwise, Rotation
 from quire.ops.pytorch import torch_rows
 
-# Queries of a window that are computed at once; each sees a band of keys, and the others in it are masked.
+# Queries that are computed at once with a window: they share a band of keys, which is masked for each query.
 WINDOW_ROWS = 256
 
 ACTIVATIONS: Mapping[Elementwise, Callable[[Tensor], Tensor]] = {

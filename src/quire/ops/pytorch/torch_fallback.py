@@ -1,4 +1,4 @@
-"""Operators that a backend leaves to torch: look-ups, and those of encoders."""
+"""Operators that a backend leaves to torch: embedding look-ups, and the operators of encoders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.ops.pytorch.torch_ops import TorchOps
 
 
 class TorchFallback:
-    """Base of backends whose other operators are torch's."""
+    """Base of backends that leave these operators to torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch = TorchOps(device)

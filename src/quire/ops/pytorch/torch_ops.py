@@ -1,4 +1,4 @@
-"""The backend made of stock torch operators; on a CPU with the matrix products of oneDNN on packed weights."""
+"""The backend of stock torch operators; on a CPU with oneDNN's matmuls on packed weights."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from quire.ops.pytorch.torch_quantised import TorchQuantisedLinear, TorchStoredL
 from quire.ops.pytorch.torch_states import TorchStepStates
 from quire.ops.pytorch.torch_widened import WIDENED, WidenedStepAttention
 
-# Rows that the packed layout is chosen for. It matters little: layouts for 1 and for 512 rows are equally fast in
-# bfloat16, but in float32 the one for 1 row is half as fast at 4 to 16 rows.
+# Number of rows that the packed layout is chosen for. Layouts for 1 and for 512 rows are equally fast in bfloat16, but
+# in float32 the layout for 1 row is half as fast at 4 to 16 rows.
 PACK_ROWS = 16
 
 
@@ -46,9 +46,9 @@ class TorchOps:
     """Stock torch on one device.
 
     Args:
-        device: any that torch has; packed weights are for "cpu" only.
+        device: any device of torch; packed weights are for "cpu" only.
         note: addition to the name.
-        quantization: rounding of the weights of linear layers.
+        quantization: quantisation of the weights of linear layers.
     """
 
     def __init__(self, device: torch.device, note: str = "", quantization: Quantization | None = None) -> None:
@@ -67,7 +67,7 @@ class TorchOps:
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
         max_group: int = 32,
     ) -> Linear:
-        """Round, or pack for oneDNN where this build of torch does that correctly, else keep the plain weight."""
+        """Quantise the weight, or pack it for oneDNN if this build of torch does that correctly, else copy it."""
         if gate is not None:
             return GatedLinear(self.pack_linear(weight, bias, min_bits, max_group=max_group), self.gate, gate)
         if isinstance(weight, StoredWeight):
@@ -125,7 +125,7 @@ class TorchOps:
         return torch_rows.gated_norm(x, gates, weight, eps)
 
     def apply_token_bitmask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
-        """Look up what eight tokens' bits add to their logits; a fill under a mask takes much longer."""
+        """Look up the addends of eight logits by a byte of the mask; a masked fill takes much longer."""
         torch_rows.apply_token_bitmask(logits, rows, masks)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
@@ -135,7 +135,7 @@ class TorchOps:
         return TorchStepAttention(batch, kv, self._scratch)
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> RecurrentMixers:
-        """Compute once for all layers which inputs the convolutions see."""
+        """Compute the input rows of convolutions once for all layers."""
         return RecurrentMixers(TorchStepStates(batch, states), self)
 
 
@@ -154,13 +154,13 @@ class PlainLinear:
         return y if residual is None else y.add_(residual)
 
 
-# Number of oneDNN's cached products. Its default, 1,024, takes up to 750 MiB in torch and oneDNN; with 64, steps of
-# 400 different lengths take 46 MiB, and 1.16 times as long on a tiny model; making a product anew takes 0.2 ms.
+# Number of matmul primitives that oneDNN caches. Its default, 1,024, takes up to 750 MiB in torch and oneDNN; with 64,
+# steps of 400 different lengths take 46 MiB, and 1.16 times as long on a tiny model: creating a primitive takes 0.2 ms.
 KEPT_SHAPES = "64"
 
 
 class PackedLinear:
-    """oneDNN's product on a weight in its own blocked layout; bias and residual are added before the one rounding."""
+    """oneDNN's matmul on a weight in its own blocked layout; bias and residual are added before the only rounding."""
 
     __slots__ = ("_add", "_bias", "_multiply", "_weight")
 
@@ -179,7 +179,7 @@ class PackedLinear:
 
 
 def packing_works(dtype: torch.dtype) -> bool:
-    """Try packed products on a small weight: False where operators are missing, refuse the dtype or compute wrongly."""
+    """Try packed matmuls on a small weight; return False if operators are missing, fail or give wrong results."""
     generator = torch.Generator().manual_seed(0)
     weight, x, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in ((48, 32), (5, 32), (5, 48)))
     bias = weight[:, 0].contiguous()
@@ -198,8 +198,8 @@ def packing_works(dtype: torch.dtype) -> bool:
 
 
 def _onednn() -> Any:
-    """The operators that torch's own compiler packs weights with; they are not part of its typed interface."""
-    # Read when the first product is made. Each keeps a product of so many shapes, which are as many as steps have rows.
+    """Return the operators that torch's own compiler packs weights with; they are not part of its typed interface."""
+    # Torch and oneDNN read these when they create the first matmul; each number of rows of a step is a shape to cache.
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(variable, KEPT_SHAPES)
     return torch.ops.mkldnn

@@ -1,4 +1,4 @@
-"""Operations on rows between the matrix products, and on rows of logits, by torch operators."""
+"""Operations on rows between the matmuls, and on rows of logits, by torch operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CACHED_BYTES = 2 << 20
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension of [..., D]; the scale is apart, for it comes after the cast to its dtype."""
+    """Normalise the last dimension of [..., D]; the scale is applied separately, after the cast to its dtype."""
     return torch.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps).mul_(weight).to(x.dtype)
 
 
@@ -42,7 +42,7 @@ def gated_norm(x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def apply_token_bitmask(logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
-    """Forbid, in the named rows of logits [R, V], all tokens whose bits are not set; see `Ops.apply_token_bitmask`."""
+    """Forbid tokens whose bits are not set, in some rows of logits [R, V]; see `Ops.apply_token_bitmask`."""
     if not rows:
         return
     num_tokens, device = logits.shape[1], logits.device

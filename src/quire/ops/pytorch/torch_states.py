@@ -82,7 +82,7 @@ class TorchStepStates:
         return output.flatten(1)
 
     def _sequences(self, ssm_states: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the state of each sequence, zeroed where no token came before, and its rows."""
+        """Yield the state of each sequence, zeroed if the sequence begins in this step, and its rows."""
         batch = self._batch
         for block_id, (start, end), has_state in zip(
             batch.block_ids, pairwise(batch.row_starts), batch.has_state, strict=True
@@ -103,10 +103,10 @@ def scan_one(state: Tensor, dtx: Tensor, B: Tensor, C: Tensor, dA: Tensor) -> Te
 
 
 def scan_in_chunks(state: Tensor, dtx: Tensor, B: Tensor, C: Tensor, dA: Tensor) -> Tensor:
-    """Update a state with a sequence's rows, `CHUNK_ROWS` at a time, by matrix products.
+    """Update a state with a sequence's rows, `CHUNK_ROWS` at a time, by matmuls.
 
-    The output of the chunk's earlier rows is a causal product, like attention without its softmax; that of all rows
-    before the chunk comes from the state.
+    The contribution of earlier rows of the chunk is a causal product, like attention without its softmax; the
+    contribution of all rows before the chunk comes from the state.
 
     Source: Mamba 2, arXiv 2405.21060, section 6.
     """
@@ -141,10 +141,10 @@ def delta_rule_one(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, be
 
 
 def delta_rule_in_chunks(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Update a state with a sequence's rows, `CHUNK_ROWS` at a time, by matrix products.
+    """Update a state with a sequence's rows, `CHUNK_ROWS` at a time, by matmuls.
 
-    The delta of a row depends on those of the chunk's earlier rows, so the deltas solve a triangular system. Their
-    output is a causal product; that of all rows before the chunk comes from the state.
+    The delta of a row depends on the deltas of earlier rows of the chunk, so the deltas solve a triangular system.
+    Their contribution is a causal product; the contribution of all rows before the chunk comes from the state.
 
     Source: Gated Delta Networks, arXiv 2412.06464, section 3.3; the state is known when a chunk is solved, so no
         second system is solved for it.
@@ -172,7 +172,7 @@ def _decays_within(log_decays: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         log_decays: [rows, H].
     """
-    # Differences of long sums: float64 keeps those of neighbours exact where far ones are large.
+    # Differences of long sums: with float64, differences of neighbouring rows stay exact even if the sums are large.
     since_start = log_decays.double().cumsum(0).T
     between = (since_start[:, :, None] - since_start[:, None, :]).float().tril_().exp_().tril_()
     return between, since_start.float().exp_(), (since_start[:, -1:] - since_start).float().exp_()
@@ -197,7 +197,7 @@ def _input_rows(batch: StateBatch, num_columns: int) -> tuple[Tensor, Tensor]:
     offsets = torch.arange(batch.row_starts[-1]) - starts[owners]
 
     def find(seqs: Tensor, positions: Tensor) -> Tensor:
-        """Return the rows of the inputs at `positions` of sequences; those before the first row are stored inputs."""
+        """Return the rows of the inputs at `positions` of sequences; negative positions are stored inputs."""
         return torch.where(
             positions < 0,
             (seqs + 1) * num_columns + positions,

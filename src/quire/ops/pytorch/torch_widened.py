@@ -30,7 +30,7 @@ class WidenedStepAttention:
     """Attention of one step over one cache group.
 
     The blocks that the step reads are converted to float32, layer by layer, and attention runs over these copies as
-    over a plain cache. That is slower than a plain cache and takes memory for the blocks of one layer: it is for
+    over a plain cache. This is slower than a plain cache and takes memory for the blocks of one layer; it is for
     devices without a kernel for the dtype.
     """
 

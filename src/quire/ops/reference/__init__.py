@@ -1,1 +1,1 @@
-"""The slow twins: operations as defined, which backends are tested against."""
+"""The slow twins: operations by their definitions, which backends are tested against."""

@@ -1,4 +1,4 @@
-"""The operations of encoders as defined, in float32."""
+"""The operations of encoders by their definitions, in float32."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def activate(x: Tensor, activation: Elementwise) -> Tensor:
 
 
 def ragged_attention(qkv: Tensor, num_heads: int, row_starts: Sequence[int], window: int | None) -> Tensor:
-    """Attend row by row; queries and keys of `qkv` [T, 3 * H * D] are rotated already."""
+    """Attend row by row; queries and keys of `qkv` [T, 3 * H * D] are already rotated."""
     q, k, v = qkv.float().view(len(qkv), 3, num_heads, -1).unbind(1)
     rows = []
     for start, end in pairwise(row_starts):

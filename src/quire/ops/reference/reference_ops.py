@@ -37,7 +37,7 @@ from quire.ops.reference.reference_states import ReferenceStepStates
 
 
 class ReferenceOps:
-    """The operations as defined; backends are tested against them."""
+    """The operations by their definitions; backends are tested against them."""
 
     name = "reference"
 
@@ -53,7 +53,7 @@ class ReferenceOps:
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
         max_group: int = 32,
     ) -> Linear:
-        """Keep the weight as it is, or round it."""
+        """Copy the weight, or quantise it."""
         if gate is not None:
             return GatedLinear(self.pack_linear(weight, bias, min_bits, max_group=max_group), self.gate, gate)
         if isinstance(weight, StoredWeight):
@@ -130,16 +130,16 @@ class ReferenceOps:
                     logits[row, token_id] = -torch.inf
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> ReferenceStepAttention:
-        """Keep the batch as it is."""
+        """Keep the batch; nothing is precomputed."""
         return ReferenceStepAttention(batch, kv)
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> RecurrentMixers:
-        """Keep the batch as it is."""
+        """Keep the batch; nothing is precomputed."""
         return RecurrentMixers(ReferenceStepStates(batch, states), self)
 
 
 class ReferenceLinear:
-    """A matrix product in float32."""
+    """A matmul in float32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
@@ -187,7 +187,7 @@ class ReferenceStepAttention:
     def attend(
         self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
     ) -> Tensor:
-        """Let one row after the other collect what it sees."""
+        """Compute the attention of one row after the other."""
         batch = self._batch
         outputs = []
         for seq in range(len(batch.context_lens)):
@@ -226,14 +226,14 @@ class ReferenceStepAttention:
 
 
 def stored(vector: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a vector [D] as a slot [W] holds it; see `PagedKV`."""
+    """Return a vector [D] in the storage format of a slot, [W]; see `PagedKV`."""
     wide = vector.float()
     if dtype == torch.float8_e4m3fn:
         return wide.clamp(-448.0, 448.0).to(dtype)
     if dtype != torch.int8:
         return vector.to(dtype)
     reach = wide.abs().max()
-    # A GPU multiplies by the inverse of a number of the host, which may be off by one bit.
+    # A GPU divides by a host scalar by multiplying with its reciprocal, which may be off by one bit.
     scale = torch.zeros_like(reach) if reach <= LEAST_SCALED else reach / torch.full_like(reach, 127.0)
     values = torch.zeros_like(wide) if scale == 0.0 else (wide / scale).round().nan_to_num(0.0)
     return torch.cat((values.to(torch.int8), scale.view(1).view(torch.int8)))

@@ -14,7 +14,7 @@ from quire.ops.interface.recurrent_weights import SSMHeads
 
 
 class ReferenceStepStates:
-    """Recurrence as defined, one sequence after the other and token by token."""
+    """Recurrence by its definition, one sequence after the other and token by token."""
 
     def __init__(self, batch: StateBatch, states: PagedStates) -> None:
         self._batch = batch

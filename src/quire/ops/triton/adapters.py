@@ -16,7 +16,7 @@ from quire.ops.triton.kernels import adapters as kernels
 from quire.ops.triton.launches import Device
 from quire.ops.triton.tiles import power_of_2
 
-# Rows of a tile: for decodes, whose adapters usually differ, and for prompts.
+# Rows of a tile: for decodes, which usually have different adapters, and for prompts.
 FEW_ROWS: Final = 16
 MANY_ROWS: Final = 64
 # Tile sizes: ranks, inputs, and columns of the output.
@@ -36,7 +36,7 @@ class PackedAdapter(NamedTuple):
 
     Args:
         a: [R, in].
-        b: [out, R], R padded to a multiple of 16; zero where a column and a rank are of different parts.
+        b: [out, R], R padded to a multiple of 16; block diagonal: zero for a column and a rank of different parts.
     """
 
     a: Tensor
@@ -44,7 +44,7 @@ class PackedAdapter(NamedTuple):
 
 
 class AdapterTiles(NamedTuple):
-    """Rows of a step that have an adapter, as kernels take them; int32, on the device.
+    """Rows of a step that have an adapter, as tiles for the kernels; int32, on the device.
 
     Args:
         entries: index of each tile's adapter in the tables of layers; 0 for a tile without rows.
@@ -78,7 +78,7 @@ def place(rows: LoraRows, device: Device) -> AdapterTiles:
 
 
 class TritonLoraLayer:
-    """The adapters of one linear layer: rows of all of them in two launches."""
+    """The adapters of one linear layer: two launches for the rows of all adapters."""
 
     def __init__(self, num_columns: int, device: Device, max_rank: int | None = None) -> None:
         self._num_columns, self._device, self._max_rank = num_columns, device, max_rank

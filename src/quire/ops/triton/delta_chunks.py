@@ -35,10 +35,11 @@ def correct_in_chunks(
     num_chunks, num_groups = len(chunks.starts), inputs[1].shape[1] // key_dim
     keys = power_of_2(key_dim, LEAST_SIDE)
     tile = correction_tile(power_of_2(value_dim, LEAST_SIDE), capability)
-    # High and low terms of keys and of queries; and of the inverse matrices and the scores.
+    # `pairs`: high and low terms of keys and of queries; `squares`: of the inverse matrices and the scores.
     pairs = output.new_empty(num_chunks, num_groups, 4, CHUNK, keys, dtype=torch.float16)
     squares = output.new_empty(num_chunks, num_heads, 4, CHUNK, CHUNK, dtype=torch.float16)
-    # Decay from the chunk's start to each row, and from each row to its end; scales of queries; flags to go row by row.
+    # `decays`: from the chunk's start to each row, from each row to the chunk's end, and scales of queries. `flags`: 1
+    # for a chunk that is computed row by row.
     decays = output.new_empty(num_chunks, num_heads, 3, CHUNK)
     flags = output.new_empty(num_chunks, num_heads, dtype=torch.int32)
     strides = [part.stride(0) for part in inputs]

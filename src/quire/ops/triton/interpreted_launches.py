@@ -14,7 +14,7 @@ def seen_launches(see: Callable[[Callable[[], None]], None]) -> Iterator[None]:
     """Pass each launch that is made in this context to a function, as a callable that makes the launch.
 
     Args:
-        see: function that is given a launch, whose kernel, grid and arguments are bound; it must call it.
+        see: function that gets a launch with its kernel, grid and arguments bound; it must call the launch.
     """
     run = interpreter.InterpretedFunction.run
 

@@ -1,7 +1,7 @@
 """A launcher of Triton kernels with little host overhead per launch.
 
-For each launch, Triton specialises the arguments anew, looks up the compiled variant and reads its environment
-variables: 9 to 25 us on a Zen 3. A `Kernel` leaves only the first launch of each specialisation to Triton, caches the
+For each launch, Triton specialises the arguments, looks up the compiled variant and reads its environment variables,
+which takes 9 to 25 us on a Zen 3. A `Kernel` leaves only the first launch of each specialisation to Triton, caches the
 compiled variant, and launches it directly from then on.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-# Releases of Triton whose compiled kernels can be launched directly as here; with others Triton makes every launch.
+# Releases of Triton whose compiled kernels can be launched directly; with other releases Triton makes every launch.
 FIRST_KNOWN: Final = (3, 6)
 FIRST_UNKNOWN: Final = (3, 10)
 IS_KNOWN: Final = FIRST_KNOWN <= tuple(map(int, triton.__version__.split(".")[:2])) < FIRST_UNKNOWN
@@ -49,7 +49,7 @@ class Variant(NamedTuple):
 def describe(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
     """Return the properties of arguments that a variant is specialised on, and the values that its launcher takes.
 
-    A tensor is passed as its address. None where an argument is neither a tensor, nor a float, nor an int from 0 to
+    A tensor is passed as its address. None if an argument is neither a tensor, nor a float, nor an int from 0 to
     INT32_END - 1: such launches are left to Triton.
     """
     facts: list[Any] = []
@@ -79,8 +79,8 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
 
     Variants are cached by device, dtypes and alignments of tensors, ints that are 1 or multiples of 16, and all
     constexprs and options such as `num_warps`. The launch is on the current stream. Triton makes the launch while a
-    profiler has launch hooks, and where constexprs are positional or arguments are passed by name. Triton checks
-    whether the device can read the tensors, at the first launch of a variant only.
+    profiler has launch hooks, and if constexprs are positional or arguments are passed by name. Only at the first
+    launch of a variant, Triton checks whether the device can read the tensors.
     """
 
     def __init__(self, fn: Callable[..., Any], **options: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.ops.interface.ops import Activation
 from quire.ops.triton.tiles import DEFAULT_CAPABILITY
 
-# Activations as kernels number them: in the order of `SILU` and others in kernels/rows.py.
+# Numbers of activations in kernels: `SILU` and others in kernels/rows.py.
 ACTIVATIONS: Final = {name: number for number, name in enumerate(get_args(Activation))}
 # Number of SMs that the interpreter pretends to have: few, so that short contexts are split too.
 INTERPRETED_PROCESSORS: Final = 2

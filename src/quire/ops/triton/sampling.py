@@ -14,8 +14,8 @@ from quire.ops.triton.tiles import power_of_2
 # Columns of a tile, and tiles of a program.
 TILE: Final = 128
 TILES: Final = 32
-# Weights are integers: multiples of 2^-44 of the likeliest token's weight, of fewer bits where a vocabulary has more
-# than 2^18 tokens, so that the sum of a row has 62 bits at most.
+# Weights are integers: multiples of 2^-44 of the likeliest token's weight; fewer bits if a vocabulary has more than
+# 2^18 tokens, so that the sum of a row has at most 62 bits.
 WEIGHT_BITS: Final = 44
 SUM_BITS: Final = 62
 # Maximum number of tokens of a bin that are listed; for a larger bin, the row is read repeatedly.
@@ -68,7 +68,7 @@ def draw_tokens(
         if parameters.whole is not None:
             sums = _sum_tiles(rows, kinds, temperature)
     pointers = (sums, logits, kinds, temperature, seeds, sample_idxs, positions, before)
-    # Any tensor stands in for an unused argument: with None, Triton would specialise the launch anew.
+    # Any tensor stands in for an unused argument: with None, Triton would compile another variant.
     sampling.choose[num_rows,](
         found, rows.peaks, rows.places, *(found if each is None else each for each in pointers), vocab_size,
         rows.num_tiles, num_rows, SCALE=scale_of(vocab_size), PEAKS=rows.width, DRAWS=draws, CHECKED=before is not None,
@@ -114,7 +114,7 @@ def _draw_few(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Ten
 
 
 def _draw_many(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Tensor, positions: Tensor) -> None:
-    """Sample the tokens of rows whose filters may keep any number of them."""
+    """Sample the tokens of rows whose filters may keep any number of tokens."""
     vocab_size, filters = rows.logits.shape[1], parameters.filters
     counts = parameters.cuts_many
     numbers = found.new_zeros(len(own) * (BINS * (1 + counts) + STATE))

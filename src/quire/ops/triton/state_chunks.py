@@ -41,9 +41,9 @@ class ChunkPlan(NamedTuple):
 
     Args:
         sequences: indices of the sequences, [L].
-        first_chunks: first chunk of each of them, then the number of all chunks, [L + 1].
+        first_chunks: first chunk of each of these sequences, then the number of all chunks, [L + 1].
         starts: first row of each chunk, [N].
-        ends: end of its rows, [N].
+        ends: end of the rows of each chunk, [N].
     """
 
     sequences: list[int]
@@ -89,7 +89,8 @@ class StateChunks(NamedTuple):
         """
         _, num_heads, head_dim, state_dim = states.shape
         shape = len(self.starts), num_heads
-        # Decay from the chunk's start to each row, and from each row to its end; flags of chunks that are not finite.
+        # Decay from the chunk's start to each row, and from each row to the chunk's end, times the row's `dt`; flags of
+        # chunks that are not finite.
         decays, flags = output.new_empty(*shape, 2, CHUNK), output.new_empty(shape, dtype=torch.int32)
         width = power_of_2(state_dim, LEAST_SIDE)
         whole = power_of_2(head_dim, LEAST_SIDE)

@@ -31,7 +31,7 @@ class TritonStaticStates:
     def write_states(
         self, block_ids: Sequence[int], has_state: Sequence[bool], num_rows: int, counts: Sequence[int] | None = None
     ) -> None:
-        """Write a step; it is padded to as many sequences as rows, of which some may have no row."""
+        """Write a step, padded to as many sequences as rows; some padding sequences may have no row."""
         num_real = len(block_ids)
         if counts is not None:
             of_all = torch.zeros(num_rows, dtype=torch.int64)
@@ -49,7 +49,7 @@ class TritonStaticStates:
             numbers.host[num_real:num_rows] = 0
 
     def put_into(self, step: TritonStaticStepStates, num_rows: int) -> None:
-        """Let a step read the buffers."""
+        """Make a step read the buffers."""
         step.put_numbers(
             self._row_starts.device[: num_rows + 1],
             self._block_ids.device[:num_rows],

@@ -128,7 +128,7 @@ class TritonStepStates:
         return output
 
     def gated_delta_rule(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Scan the rows of each sequence, in chunks where its keys fit into shared memory."""
+        """Scan the rows of each sequence, long ones in chunks if the keys fit into shared memory."""
         states = self._states.ssm_states[layer_idx]
         _, num_heads, key_dim, value_dim = states.shape
         goes_in_chunks = key_dim <= MOST_CORRECTED

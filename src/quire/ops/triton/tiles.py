@@ -17,8 +17,8 @@ class Tile(NamedTuple):
         tokens: number of keys per iteration.
         num_warps: number of warps of a program.
         num_stages: number of tiles of keys and values in flight (software pipeline stages).
-        is_pipelined: the PV matmul overlaps with the softmax of the next tile, where the cache has 16 bits and scores
-            have no soft cap.
+        is_pipelined: the PV matmul overlaps with the softmax of the next tile, if the cache has 16 bits and scores have
+            no soft cap.
     """
 
     rows: int
@@ -30,12 +30,12 @@ class Tile(NamedTuple):
 
 @cache
 def power_of_2(number: int, least: int = 1) -> int:
-    """Return the smallest power of 2 that is no smaller than a number."""
+    """Return the smallest power of 2 that is no smaller than a number and `least`."""
     return max(least, 1 << (number - 1).bit_length())
 
 
-# Tokens of a tile of one-byte caches, where more would spill registers: int8, whose loads are 4 bytes wide, and for
-# decodes also fp8.
+# Maximum tokens of a tile of one-byte caches, since more would spill registers: int8, whose loads are 4 bytes wide, and
+# for decodes also fp8.
 BYTE_TOKENS: Final = 32
 
 
@@ -63,7 +63,7 @@ def prefill_tile(
         return decode_tile(head_dim, group, element_bytes, is_int8)._replace(rows=rows)
     width = power_of_2(head_dim, 64) * element_bytes
     if width <= 256:
-        # 128 rows in 4 warps spill registers; before Hopper those of 8 warps do too.
+        # 128 rows spill registers in 4 warps, and before Hopper in 8 warps too.
         if capability[0] >= 9:
             # Only Hopper has asynchronous matmuls of warp groups (WGMMA) that Triton overlaps like this.
             return Tile(power_of_2(group, 128), tokens, 8, 3, is_pipelined=capability[0] == 9)
@@ -74,8 +74,8 @@ def prefill_tile(
     return Tile(power_of_2(group, 16), 16, 4, 2)
 
 
-# Rows of a tile over shared tokens. Prefills have larger tiles, as they are bound by matmuls; these are bound by loads
-# of keys, and usually have fewer rows.
+# Maximum rows of a tile over shared tokens: it is bound by loads of keys, and usually has few rows. Prefills are bound
+# by matmuls and have larger tiles.
 SHARED_ROWS: Final = 64
 
 
@@ -91,7 +91,7 @@ def shared_tile(
 
 
 class CorrectionTile(NamedTuple):
-    """Columns of a state that a program of the gated delta rule carries from chunk to chunk.
+    """The columns of a state that a program of the gated delta rule carries from chunk to chunk.
 
     Args:
         columns: number of columns.
@@ -111,6 +111,6 @@ MOST_CORRECTED: Final = 128
 def correction_tile(values: int, capability: tuple[int, int]) -> CorrectionTile:
     """Return the tile of a state [K, values]; K is no more than MOST_CORRECTED, `values` a power of 2."""
     # On Hopper 32 columns of 128 take 205 registers, and two chunks nearly all shared memory: one program per SM.
-    # On other GPUs 32 columns spill. Before Hopper, and on small GPUs, 100 KiB of shared memory must do.
+    # On other GPUs 32 columns spill. GPUs before Hopper, and small ones, have only 100 KiB of shared memory.
     columns = 32 if capability[0] == 9 else 16
     return CorrectionTile(min(values, columns), 2 if capability[0] in (9, 10) else 1)

@@ -1,4 +1,4 @@
-"""The backend of Triton kernels; matmuls with 16-bit weights are torch's, apart from those of one or two rows."""
+"""The backend of Triton kernels; torch computes matmuls with plain weights, except for one or two 16-bit rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ COLUMNS: Final = 1024
 
 
 class TritonOps(TorchFallback):
-    """Triton kernels, and torch's operators for the rest: embedding look-ups, 16-bit matmuls of many rows, encoders."""
+    """Triton kernels, and torch's operators for the rest: embedding look-ups, plain matmuls of many rows, encoders."""
 
     def __init__(self, device: torch.device, quantization: Quantization | None = None) -> None:
         super().__init__(device)
@@ -92,7 +92,7 @@ class TritonOps(TorchFallback):
         return TritonStoredLinear(weight, bias, self.device)
 
     def make_lora(self, num_columns: int, max_rank: int | None = None) -> TritonLoraLayer:
-        """Return a LoRA layer that multiplies rows of all adapters in two launches."""
+        """Return a LoRA layer that multiplies the rows of all adapters in two launches."""
         return TritonLoraLayer(num_columns, self.device, max_rank)
 
     def static_adapters(self, memory: StaticMemory, limits: StaticLimits) -> TritonStaticAdapters:
@@ -185,7 +185,7 @@ class TritonOps(TorchFallback):
     def static_tokens(
         self, kv: PagedKV, window: int | None, chunk: int | None, memory: StaticMemory, limits: StaticLimits
     ) -> TritonStaticTokens | None:
-        """Keep work items in static buffers; None where attention falls back to torch."""
+        """Keep work items in static buffers; None if attention falls back to torch."""
         if kv.data.dtype == torch.int8 and kv.head_dim % 4:
             return None
         return TritonStaticTokens(kv, window, chunk, memory, limits, self.device)
@@ -195,7 +195,7 @@ class TritonOps(TorchFallback):
         return TritonStaticStates(memory, limits)
 
     def fuse_experts(self, experts: RoutedExperts) -> TritonExperts | None:
-        """Return the experts of a layer as two grouped GEMMs; None where their layers cannot be grouped."""
+        """Return the experts of a layer as two grouped GEMMs; None if they cannot be grouped."""
         return fuse_experts(experts, self.gate)
 
 

@@ -1,4 +1,4 @@
-"""Shared tokens of captured decodes, cached from step to step: searched again only where they may have changed.
+"""Shared tokens of captured decodes, cached from step to step: searched again only if they may have changed.
 
 Between two steps, block tables usually only grow; a table's stamp is unchanged if it has only grown. The shared ranges
 depend only on the beginning of each table, up to the first unit of tokens in which it differs from every other table:
@@ -37,7 +37,7 @@ class DecodeSharing(NamedTuple):
     Args:
         rows: int64 [s], rows that share tokens.
         ends: int64 [s], end of each row's shared tokens.
-        num_parts: int64 [s], number of splits of these.
+        num_parts: int64 [s], number of splits of each row's shared tokens.
         items: int32 [m, 8], see `SharedItem`; tables are 0.
         item_rows: int64 [m], row whose table each item reads.
         item_members: int32 [r, 4], see `SharedRow`; `place` is relative to the first partial result of the row.
@@ -106,20 +106,20 @@ class DecodeSharing(NamedTuple):
 
 @cache
 def no_sharing() -> DecodeSharing:
-    """Return the sharing of decodes that share nothing; made at the first use, since imports must make no tensor."""
+    """Return the sharing of decodes that share nothing; made at first use, since imports must create no tensors."""
     return DecodeSharing.of(Sharing((), 0, {}, {}))
 
 
 class Seen(NamedTuple):
-    """The inputs that determined the ranges found last: the key of the cache.
+    """The inputs that determined the ranges of the last search: the key of the cache.
 
     Args:
         stamps: stamp of the table of each row, in a list that is never changed.
-        sees_all: bool [n], True where the row sees its first token.
-        rows: int64 [c], candidates: rows that see it, and whose table has the same first block as another row's.
+        sees_all: bool [n], True if the row sees its first token.
+        rows: int64 [c], candidates: rows that see their first token and share their first block with another row.
         deciding: int64 [c], number of leading units of each candidate's table that determine the ranges.
-        compared: int64 [c], number of these units that the candidate had.
-        known: the stamps if there are no candidates, else empty.
+        compared: int64 [c], number of these units that the candidate's table had.
+        known: set of the stamps if there are no candidates, else empty.
     """
 
     stamps: Sequence[int]
@@ -130,7 +130,7 @@ class Seen(NamedTuple):
     known: frozenset[int]
 
     def knows(self, stamps: Sequence[int]) -> bool:
-        """Say whether rows are a subset of rows that shared nothing, each of a different sequence."""
+        """Return whether rows are a subset of rows that shared nothing, each of a different sequence."""
         own = set(stamps)
         return len(own) == len(stamps) and self.known.issuperset(own)
 
@@ -149,7 +149,7 @@ class SharedDecodes:
     def find(
         self, positions: Tensor, firsts: Tensor, block_ids: Tensor, block_starts: Tensor, stamps: Sequence[int]
     ) -> bool:
-        """Find the shared tokens of a step; say whether reading them once pays.
+        """Find the shared tokens of a step; return whether reading them once pays.
 
         Args:
             positions: int64 [n], position of each row in its sequence; on the host, as all arguments.
@@ -159,7 +159,7 @@ class SharedDecodes:
             stamps: see `StaticTokens.share`.
         """
         seen = self._seen
-        # A subset of rows that shared nothing shares nothing, also if some no longer see their first token.
+        # A subset of rows that shared nothing shares nothing, even if some no longer see their first token.
         if seen is not None and not seen.rows.numel() and (seen.stamps is stamps or seen.knows(stamps)):
             return False
         sees_all = firsts == 0
@@ -168,13 +168,13 @@ class SharedDecodes:
         return len(self.sharing.rows) > 0
 
     def _is_seen(self, seen: Seen, sees_all: Tensor, positions: Tensor, stamps: Sequence[int]) -> bool:
-        """Say whether the ranges that were found last hold for this step too."""
+        """Return whether the ranges of the last search also hold for this step."""
         if seen.stamps != stamps or not torch.equal(sees_all, seen.sees_all):
             return False
         return torch.equal(self._compared(seen.rows, seen.deciding, positions), seen.compared)
 
     def _compared(self, rows: Tensor, deciding: Tensor, positions: Tensor) -> Tensor:
-        """Return how many of the deciding units the table of each row has, int64 [c]."""
+        """Return the number of deciding units that the table of each row has, int64 [c]."""
         units = positions.index_select(0, rows).div_(self._rule.unit, rounding_mode="floor")
         return torch.minimum(units, deciding)
 

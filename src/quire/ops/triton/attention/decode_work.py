@@ -1,4 +1,4 @@
-"""Work items of attention for a step of decodes, planned by vectorised operators, and upper bounds of their number.
+"""Work items of attention for a step of decodes, planned by vectorised operators, and upper bounds on their number.
 
 `work_items.py` plans the same items row by row, for all kinds of steps: it is the reference implementation.
 """
@@ -19,7 +19,7 @@ SPLIT_ROWS: Final = 4
 
 
 class MostWork(NamedTuple):
-    """Upper bounds of the work of decodes, for a number of rows.
+    """Upper bounds on the work of decodes, for a number of rows.
 
     Args:
         num_items: number of items.
@@ -33,7 +33,7 @@ class MostWork(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: int, tile_tokens: int, num_kv_heads: int, num_processors: int) -> MostWork:
-        """Return the bounds: no step of so many rows has more work, whatever its contexts are.
+        """Return the bounds for all steps of `num_rows` rows, for contexts of any length.
 
         A split has at least its share of all tokens, and at least `MIN_SPLIT`; a first split may begin inside a tile,
         so that a row counts for up to a tile more.
@@ -44,7 +44,7 @@ class MostWork(NamedTuple):
         return cls(num_rows + whole, whole + num_split, num_split)
 
     def with_shared(self, num_rows: int, shared: MostShared) -> MostWork:
-        """Return the bounds of steps that share tokens: then every row may be split."""
+        """Return the bounds for steps that share tokens: then every row may be split."""
         return MostWork(self.num_items, self.num_items + shared.num_places, num_rows)
 
 
@@ -72,7 +72,7 @@ def num_parts(lengths: Tensor, num_real: int, length: int) -> Tensor:
     """Return the number of items of each row, int64 [n].
 
     Args:
-        lengths: int64 [n], number of tokens of each row, counted from the start of its first tile; changed.
+        lengths: int64 [n], number of tokens of each row, counted from the start of its first tile; overwritten.
         num_real: number of rows that may be split, from the first on.
         length: number of tokens of a split.
     """

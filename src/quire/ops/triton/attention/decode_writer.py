@@ -1,6 +1,6 @@
-"""Writes the work items of captured decodes to static buffers, by compiled code where it is installed.
+"""Writes the work items of captured decodes to static buffers, by compiled code if it is installed.
 
-`plan_decodes` and `DecodeSharing.work` are the reference implementation of the compiled code, and used without it.
+`plan_decodes` and `DecodeSharing.work` are the reference implementation of the compiled code, and the fallback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DecodeRows(NamedTuple):
         positions: int64 [n], position of each row in its sequence.
         firsts: int64 [n], first token that each row sees.
         block_starts: int64 [n], index of each row's first block in the block tables.
-        num_real: number of rows that are not padding; these come first.
+        num_real: number of rows before the padding.
     """
 
     positions: Tensor
@@ -58,13 +58,13 @@ class WorkBuffers(NamedTuple):
 
 @cache
 def decode_kernels() -> DecodeWorkKernels | None:
-    """Return the compiled code; None where Quire was installed without any."""
+    """Return the compiled code; None if Quire was installed without it."""
     library = find_library()
     return None if isinstance(library, str) else library.decode_work
 
 
 class DecodeWriter:
-    """Writes the work items for layers with one number of query heads to a KV head."""
+    """Writes the work items for layers with the same number of query heads per KV head."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class DecodeWriter:
 
 
 def _sharing_call(sharing: DecodeSharing) -> DecodeSharingCall:
-    """Return shared tokens as an argument of the compiled code; it points into `sharing`, which must outlive it."""
+    """Return the compiled code's argument for shared tokens; it points into `sharing`, which must outlive it."""
     rows, ends, num_parts, items, item_rows, members, member_rows = sharing
     return DecodeSharingCall(
         len(rows), *(each.data_ptr() for each in (rows, ends, num_parts)),

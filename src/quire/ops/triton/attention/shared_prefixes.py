@@ -1,4 +1,4 @@
-"""Finds shared prefixes, on the host: sequences whose tables begin with the same blocks, where reading them once pays.
+"""Finds shared prefixes, on the host: sequences whose tables begin with the same blocks, if reading them once pays.
 
 ```
  table 0   |<-- shared by 0, 1, 2 -->|<-- its own -->|
@@ -26,22 +26,22 @@ from quire.ops.triton.tiles import Tile
 # system prompt, a conversation, the samples of its answer. Without a limit, the buffers of captured steps would need
 # room for as many ranges as there are sequences.
 MAX_RANGES: Final = 4
-# Memory passes over the partial results that a shared range adds per row: that of the range, and that of the rest of
+# Memory passes over the two partial results that a shared range adds per row, one for the range and one for the rest of
 # the context, which would be a final result otherwise. Each is written once and read once.
 PARTIAL_PASSES: Final = 2 * 2
-# Tokens of the shortest shared range: a shorter one costs more in partial results than it saves in keys and values.
+# Minimum tokens of a shared range: a shorter one costs more in partial results than it saves in keys and values.
 MIN_SHARED: Final = 256
 # Bytes of a block id.
 ID_BYTES: Final = 8
 
 
 class SharingRule(NamedTuple):
-    """Cost model that decides which tokens are read once: those where it moves fewer bytes, per KV head.
+    """Cost model that decides which shared tokens are read once, because that moves fewer bytes, per KV head.
 
     Args:
         tile: tile of a program over shared tokens.
         group: number of query heads of a KV head.
-        unit: shared ranges end at multiples of these tokens.
+        unit: number of tokens; shared ranges end at multiples of it.
         block_size: N.
         token_bytes: bytes of a token's key and value.
         partial_bytes: bytes of a row's partial result.
@@ -68,14 +68,14 @@ class SharingRule(NamedTuple):
 
     @property
     def least_tokens(self) -> int:
-        """Tokens of the shortest range, a multiple of the unit."""
+        """Minimum number of tokens of a range, a multiple of the unit."""
         return -(-MIN_SHARED // self.unit) * self.unit
 
     @classmethod
     def of(
         cls, tile: Tile, decode: Tile, group: int, block_size: int, token_bytes: int, dim: int, least_bytes: float
     ) -> SharingRule:
-        """Return the rule for layers with `group` query heads to a KV head."""
+        """Return the rule for layers with `group` query heads per KV head."""
         unit = lcm(block_size, tile.tokens, decode.tokens)
         return cls(tile, group, unit, block_size, token_bytes, group * 4 * (dim + 2), least_bytes)
 
@@ -91,7 +91,7 @@ class PrefixCandidate(NamedTuple):
 
     Args:
         first_row: index of its first row in the step.
-        num_rows: number of its rows; all in one tile.
+        num_rows: number of its rows, which all fit into one tile.
         table: index of its first block in `block_ids`.
         num_tokens: number of tokens at its start that all its rows see, excluding the rows' own tokens.
     """
@@ -103,7 +103,7 @@ class PrefixCandidate(NamedTuple):
 
 
 class SharedRange(NamedTuple):
-    """A range of tokens that several sequences have in the same blocks.
+    """A range of tokens for which several sequences have the same blocks.
 
     Args:
         members: the sequences.
@@ -120,9 +120,9 @@ class FoundRanges(NamedTuple):
     """Shared ranges, and the length of the table prefixes that determine them.
 
     Args:
-        ranges: ranges of tokens that are read once; those of a sequence are contiguous from its first token on.
-        deciding: number of tokens of each candidate whose blocks determine the ranges, in whole units: those up to
-            where it differs from all others, and a unit more. Whether the sequence has that many tokens matters too.
+        ranges: ranges of tokens that are read once; the ranges of a sequence are contiguous from its first token on.
+        deciding: number of tokens of each candidate whose blocks determine the ranges, in whole units: up to and
+            including the unit in which it differs from all others. A candidate may have fewer tokens than that.
     """
 
     ranges: Sequence[SharedRange]
@@ -157,7 +157,7 @@ def _table_bytes(block_ids: Tensor) -> memoryview:
 
 
 def _unit_bytes(tables: memoryview, candidate: PrefixCandidate, rule: SharingRule) -> bytes:
-    """Return the bytes of the whole units of a candidate's table, of the bytes of all tables."""
+    """Return the bytes of the whole units of a candidate's table, copied from the bytes of all tables."""
     start = candidate.table * ID_BYTES
     return bytes(tables[start : start + candidate.num_tokens // rule.unit * rule.unit_bytes])
 
@@ -170,8 +170,9 @@ def _ranges(
 ) -> Iterator[tuple[SharedRange, int]]:
     """Yield the ranges of sequences with equal first blocks, and the bytes that each saves; update `deciding`.
 
-    This is a radix tree, depth first: a node is a group of sequences with the same blocks so far, divided by their next
-    unit. Sequences are sorted by table, so a group is contiguous, and its first and last member give the common length.
+    This walks a radix tree depth first: a node is a group of sequences with the same blocks so far, divided by their
+    next unit. Sequences are sorted by table, so a group is contiguous, and its first and last member give the common
+    length.
     """
     size = rule.unit_bytes
     num_equal = _num_equal(min(alike.values()), max(alike.values()), size, 0)
@@ -195,14 +196,14 @@ def _ranges(
             last = bisect_right(units, units[first], first + 1)
             if units[first] and last - first > 1 and depth < MAX_RANGES:
                 open_parts.append((start + first, start + last, num_equal + 1, begin, depth))
-            else:  # they end here, or nothing more is shared
+            else:  # the tables end here, or share nothing more
                 for idx in order[start + first : start + last]:
                     deciding[idx] = end + rule.unit
             first = last
 
 
 def _num_equal(one: bytes, other: bytes, size: int, low: int) -> int:
-    """Return the number of equal leading parts, of `size` bytes each, of both; at least `low` are known to be equal."""
+    """Return the number of leading parts of `size` bytes that are equal; the first `low` are known to be equal."""
     high = min(len(one), len(other)) // size
     if one[: high * size] == other[: high * size]:
         return high

@@ -52,8 +52,8 @@ class SharedWork(NamedTuple):
     """The items of a step's shared tokens.
 
     Args:
-        items: items; those over the same tokens are adjacent, so that their keys and values hit in L2.
-        rows: their rows.
+        items: items; items over the same tokens are adjacent, so that their keys and values hit in L2.
+        rows: rows of the items.
     """
 
     items: Sequence[SharedItem]
@@ -75,10 +75,10 @@ class TiledRange(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """Tokens that sequences of a step share. Sequences are known by their first row.
+    """Tokens that sequences of a step share. A sequence is identified by its first row.
 
     Args:
-        ranges: shared ranges, those of a sequence in the order of its tokens.
+        ranges: shared ranges; the ranges of a sequence are in the order of its tokens.
         length: number of tokens of a split.
         ends: end of each sequence's shared tokens.
         num_parts: number of splits of each sequence's shared tokens.
@@ -134,7 +134,7 @@ NOTHING_SHARED: Final = Sharing((), 0, {}, {})
 
 
 class MostShared(NamedTuple):
-    """Upper bounds of the shared work of decodes, for a number of rows.
+    """Upper bounds on the shared work of decodes, for a number of rows.
 
     Args:
         num_items: number of items.
@@ -148,7 +148,7 @@ class MostShared(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: int, tile_rows: int, num_kv_heads: int, num_processors: int) -> MostShared:
-        """Return the bounds: no step of so many rows shares more.
+        """Return the bounds for all steps of `num_rows` rows.
 
         A row is in at most `MAX_RANGES` ranges, and a range has at least two rows and at most one tile that is not
         full. Each split is full or the last one of its range.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-# Tokens of the shortest split: a shorter one costs more in partial results than its parallelism gains.
+# Minimum tokens of a split: a shorter one costs more in partial results than its parallelism gains.
 MIN_SPLIT: Final = 128
-# Target number of programs per SM where sequences are few.
+# Target number of programs per SM for few sequences.
 PROGRAMS_PER_PROCESSOR: Final = 2
-# Target where there are so many sequences that all SMs have work anyway: splits then even out the lengths of programs,
-# and shorter programs leave fewer SMs idle at the end (the last wave).
+# Target for so many sequences that all SMs have work without splits: splits then even out the lengths of programs, and
+# shorter programs leave fewer SMs idle at the end (the last wave).
 EVEN_PROGRAMS_PER_PROCESSOR: Final = 12
 EVEN_MIN_SPLIT: Final = 512
 
@@ -17,7 +17,7 @@ EVEN_MIN_SPLIT: Final = 512
 def split_length(
     num_tokens: int, num_kv_heads: int, num_processors: int, tile_tokens: int, num_sequences: int = 0
 ) -> int:
-    """Return the number of tokens of a split, a multiple of a tile's, so that all SMs have work.
+    """Return the number of tokens of a split, a multiple of the tile size unless it is the minimum.
 
     Args:
         num_tokens: number of tokens of all sequences.
@@ -32,7 +32,7 @@ def split_length(
 
 
 def split_bounds(num_sequences: int, num_kv_heads: int, num_processors: int) -> tuple[int, int]:
-    """Return the target number of programs, and the tokens of the shortest split; see `split_length`."""
+    """Return the target number of programs, and the minimum tokens of a split; see `split_length`."""
     wanted = _programs_per_processor(num_sequences, num_kv_heads, num_processors)
     return wanted * num_processors, MIN_SPLIT if wanted == PROGRAMS_PER_PROCESSOR else EVEN_MIN_SPLIT
 

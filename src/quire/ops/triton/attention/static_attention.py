@@ -1,4 +1,4 @@
-"""Attention of decodes with work items in static buffers: one grid per number of rows, as CUDA graphs need it."""
+"""Attention of decodes with work items in static buffers: one grid per number of rows, as CUDA graphs require."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SHARED_PROGRAMS: Final = 4
 
 
 class PlannedGroup(NamedTuple):
-    """The work items for layers with one number of query heads to a KV head.
+    """The work items for layers with the same number of query heads per KV head.
 
     Args:
-        decodes: finds shared prefixes, and remembers them.
-        writer: writes the items.
+        decodes: cached search of shared prefixes.
+        writer: writer of the items.
         most: upper bounds for the largest step.
         buffers: static buffers that hold the items.
     """
@@ -89,7 +89,7 @@ class TritonStaticTokens:
         )
 
     def share(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, stamps: Sequence[int]) -> bool:
-        """Find shared tokens for layers with each number of query heads to a KV head."""
+        """Find shared tokens, for each number of query heads per KV head that layers have."""
         firsts = self._firsts(positions)
         found = [
             planned.decodes.find(positions, firsts, block_ids, block_starts, stamps)

@@ -16,7 +16,7 @@ from quire.ops.triton.kernels import attention, heads, shared_attention
 from quire.ops.triton.launches import Device
 from quire.ops.triton.tiles import Tile, decode_tile, power_of_2, prefill_tile, shared_tile
 
-# Forms of the cache as kernels know them (kernels/numbers.py).
+# Numbers of the cache's storage formats in kernels (kernels/numbers.py).
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
 # Heads per program of `prepare_heads`.
 HEADS = 8
@@ -32,7 +32,7 @@ class PlacedShared(NamedTuple):
     Args:
         tile: tile of a program.
         items: int32, the items.
-        rows: int32, their rows.
+        rows: int32, rows of the items.
         num_items: int32, the number of items.
         num_programs: number of programs per KV head.
     """
@@ -54,9 +54,9 @@ class PlacedItems(NamedTuple):
         num_places: number of partial results, or an upper bound; 0 if no context is split.
         split_rows: int32, entries of rows whose contexts are split.
         num_split: number of those entries, or an upper bound.
-        counts: int32, the numbers of items and of split entries, where they are known on the device only; None where
-            the numbers above are exact.
-        shared: items of shared tokens, whose partial results are added to those of these items; None without sharing.
+        counts: int32, the numbers of items and of split entries, if they are known on the device only; None if the
+            numbers above are exact.
+        shared: items of shared tokens, whose partial results `combine` adds; None without sharing.
     """
 
     tile: Tile
@@ -72,7 +72,7 @@ class PlacedItems(NamedTuple):
 class TritonStepAttention:
     """Attention of one step over one cache group.
 
-    Sequences with few rows (decodes) run with a small tile, with split KV where their contexts are long; others
+    Sequences with few rows (decodes) run with a small tile, and with split KV if their contexts are long; others
     (prefills) run in the same kernel with a large tile.
     """
 
@@ -134,7 +134,7 @@ class TritonStepAttention:
     def attend(
         self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
     ) -> Tensor:
-        """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
+        """Compute causal attention of rows [T, H, D] over their sequences; return [T, H * D]."""
         output = q.new_empty(len(q), q.shape[1] * q.shape[2])
         self.attend_into(output, layer_idx, q, scale, sinks, soft_cap)
         return output
@@ -142,7 +142,7 @@ class TritonStepAttention:
     def attend_into(
         self, output: Tensor, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None, soft_cap: float | None
     ) -> None:
-        """Write what `attend` returns to `output`."""
+        """Write the result of `attend` to `output`."""
         num_rows, num_heads, head_dim = q.shape
         group = num_heads // self._num_kv_heads
         q = q if q.stride(2) == 1 else q.contiguous()
@@ -164,7 +164,7 @@ class TritonStepAttention:
                 self._combine(items, output, partial, sinks, group)
 
     def _launches(self, group: int, num_rows: int) -> Iterator[PlacedItems]:  # noqa: ARG002 - static steps have sizes
-        """Yield the items of each kind, for layers with `group` query heads to a KV head."""
+        """Yield the items of each kind, for layers with `group` query heads per KV head."""
         if group not in self._placed:
             self._placed[group] = self._place(group)
         yield from self._placed[group]
@@ -220,7 +220,7 @@ class TritonStepAttention:
         partial: tuple[Tensor, Tensor],
         shared: PlacedShared,
     ) -> None:
-        """Launch attention of rows of several sequences to the tokens that these share."""
+        """Launch attention of rows of several sequences over their shared tokens."""
         shared_attention.attend_shared[shared.num_programs, self._num_kv_heads](
             *partial,
             q,
@@ -240,7 +240,7 @@ class TritonStepAttention:
         )
 
     def _slots_of(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return keys and values of a layer, [B, K, N, W], and views as float32 of int8 ones, which hold the scales."""
+        """Return keys and values of a layer, [B, K, N, W], and, for int8, float32 views of them for the scales."""
         slots = self._slots.get(layer_idx)
         if slots is None:
             keys, values = self._data.select(1, layer_idx).unbind(1)
@@ -251,7 +251,7 @@ class TritonStepAttention:
         return slots
 
     def _constants_of(self, group: int, tile: Tile) -> dict[str, int]:
-        """Return the constexprs and options of attention kernels, for `group` query heads to a KV head."""
+        """Return the constexprs and options of attention kernels, for `group` query heads per KV head."""
         constants = self._constants.get((group, tile))
         if constants is None:
             constants = self._constants[group, tile] = {
@@ -292,14 +292,14 @@ class TritonStepAttention:
         )
 
     def tiles(self, group: int) -> tuple[Tile, Tile]:
-        """Return the tiles for sequences with few rows and for others, for `group` query heads to a KV head."""
+        """Return the tiles for sequences with few rows and for others, for `group` query heads per KV head."""
         element_bytes = self._dtype.itemsize
         is_int8 = self._data.dtype == torch.int8
         decode = decode_tile(self._head_dim, group, element_bytes, self._stored != 0)
         return decode, prefill_tile(self._head_dim, group, element_bytes, self._device.capability, is_int8)
 
     def sharing_rule(self, group: int) -> SharingRule:
-        """Return when tokens that sequences share are read once, for `group` query heads to a KV head."""
+        """Return the rule by which shared tokens are read once, for `group` query heads per KV head."""
         is_int8 = self._data.dtype == torch.int8
         tile = shared_tile(self._head_dim, group, self._dtype.itemsize, self._device.capability, is_int8)
         return SharingRule.of(
@@ -313,7 +313,7 @@ class TritonStepAttention:
         )
 
     def _place(self, group: int) -> list[PlacedItems]:
-        """Plan the work items for layers with `group` query heads to a KV head, and copy them to the device."""
+        """Plan the work items for layers with `group` query heads per KV head, and copy them to the device."""
         decode, prefill = self.tiles(group)
         rule = self.sharing_rule(group)
         cut = StepCut(group, decode, prefill, self._num_kv_heads, self._device.num_processors, rule)

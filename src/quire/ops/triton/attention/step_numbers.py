@@ -1,6 +1,6 @@
-"""Work items of a step as int32 buffers for kernels, planned on the host by compiled code where it is installed.
+"""Work items of a step as int32 buffers for kernels, planned on the host by compiled code if it is installed.
 
-`plan_work` is the reference implementation of the compiled code, and used without it.
+`plan_work` is the reference implementation of the compiled code, and the fallback.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NUMBER_BYTES: Final = 4
 
 
 class StepCut(NamedTuple):
-    """The cut of a step into items.
+    """The parameters by which a step is cut into items.
 
     Args:
         group: number of query heads of a KV head.
         decode, prefill: tiles of sequences with few rows, and of others.
-        num_kv_heads: K; each head has programs of its own.
+        num_kv_heads: K; each KV head has its own programs.
         num_processors: number of processors of the GPU.
         rule: conditions under which shared tokens are read once; None for never.
     """
@@ -59,8 +59,8 @@ class StepNumbers(NamedTuple):
         num_few, num_parts, num_many, num_split: number of items of each kind, and of split rows.
         num_places: number of partial results.
         num_shared_items, num_shared_rows: number of items of shared tokens, and of their rows.
-        numbers: int32 on the host, concatenated: items of the three kinds, split rows, shared items, their rows, and
-            the number of shared items.
+        numbers: int32 on the host, concatenated: items of the three kinds, split rows, shared items, rows of shared
+            items, and the number of shared items.
     """
 
     num_few: int
@@ -110,14 +110,14 @@ class StepNumbers(NamedTuple):
 
 @cache
 def step_kernels() -> StepWorkKernels | None:
-    """Return the compiled code; None where Quire was installed without any."""
+    """Return the compiled code; None if Quire was installed without it."""
     library = find_library()
     return None if isinstance(library, str) else library.step_work
 
 
 @lru_cache(maxsize=64)
 def sharing_call(rule: SharingRule, num_kv_heads: int, num_processors: int) -> SharingRuleCall:
-    """Return a rule as compiled code takes it."""
+    """Return a rule as an argument of the compiled code."""
     return SharingRuleCall(
         *(rule.tile_rows, rule.unit, rule.block_size, rule.token_bytes, rule.partial_bytes * PARTIAL_PASSES),
         *(rule.least_tokens, MAX_RANGES, rule.least_bytes),

@@ -25,7 +25,7 @@ class WorkItem(NamedTuple):
         table: index of the sequence's first block in `block_ids`.
         first: first token that is read.
         end: end of the tokens that are read.
-        place: index of the first row's partial result, followed by those of the other rows; -1 if not split.
+        place: index of the first row's partial result, which the other rows' results follow; -1 if not split.
     """
 
     first_row: int
@@ -38,7 +38,7 @@ class WorkItem(NamedTuple):
 
 
 class SplitRows(NamedTuple):
-    """Rows whose tokens are in several splits, own ones and ones that are shared with other sequences.
+    """Rows whose tokens are in several splits, either their own or shared with other sequences.
 
     Args:
         first_row: index of the first row in the step.
@@ -59,7 +59,7 @@ class Work(NamedTuple):
     Args:
         few: items of sequences whose rows fit into one decode tile and whose tokens are not split.
         parts: items of such sequences whose tokens are split, or partly shared.
-        many: items of other sequences (prefill tiles), those with the most tokens first.
+        many: items of other sequences (prefill tiles), by decreasing number of tokens.
         split_rows: rows of `parts`.
         num_places: number of partial results.
         shared: items of tokens that sequences of `parts` share.

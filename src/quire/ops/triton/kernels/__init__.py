@@ -1,1 +1,1 @@
-"""The kernels: programs that Triton compiles, and what they share."""
+"""Triton kernels, and their common functions."""

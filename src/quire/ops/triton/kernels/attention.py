@@ -84,7 +84,7 @@ def _sees(positions, tokens, window, chunk, end, WINDOW: tl.constexpr, CHUNK: tl
 @triton.jit
 def _score(q, starts, known, dims, keys, key_scales, score_scale, soft_cap, HEAD_DIM: tl.constexpr,
            CAPPED: tl.constexpr, STORED: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """Return scores [ROWS, TOKENS] of the keys at `starts`; they are scaled already only if CAPPED."""
+    """Return scores [ROWS, TOKENS] of the keys at `starts`; the softmax scale is applied only if CAPPED."""
     k, scales = _vectors(keys, key_scales, starts, known, dims, dtype, HEAD_DIM, STORED, MASKED)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if STORED == INT8:
@@ -152,7 +152,7 @@ def _attend_in_turn(
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return sums, peaks and weights of rows after the tiles of [begin, end); those before `middle` need no mask."""
+    """Return sums, peaks and weights of rows after the tiles of [begin, end); tiles before `middle` need no mask."""
     for token in range(begin, middle, TOKENS):
         next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
         sums, peak, weight = attend_tile(
@@ -178,7 +178,7 @@ def _attend_pipelined(
     window, chunk, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Do what `_attend_in_turn` does, and add the values of a tile while the softmax of the next one is computed.
+    """As `_attend_in_turn`, but add the values of a tile while the softmax of the next one is computed.
 
     The PV matmul of a tile is issued after the QK matmul of the next tile, and nothing waits for it until the QK matmul
     after that: tensor cores compute it during the softmax.
@@ -288,9 +288,9 @@ def attend(
 ):  # fmt: skip
     """Compute attention of the rows of a work item for the query heads of one KV head; see the head of this file.
 
-    `score_scale` includes log2(e). With SPLIT, all items store partial results; with COUNTED, those with an index of
-    one that is not -1 do, and `counts[0]` is the number of items: the grid may be larger. PIPELINED: see
-    `_attend_pipelined`; for caches of 16 bits.
+    `score_scale` includes log2(e). With COUNTED, items whose index of a partial result is not -1 store partial results,
+    and `counts[0]` is the number of items: the grid may be larger. Otherwise, with SPLIT, all items store partial
+    results. PIPELINED: see `_attend_pipelined`; for caches of 16 bits.
     """
     # Items and block tables come from the host: they are loaded while the previous kernel still runs, and the first
     # keys and values are prefetched, most of which were written by earlier steps.
@@ -358,9 +358,10 @@ def combine(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
     SINKS: tl.constexpr, COUNTED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial results of an entry of `split_rows` for one query head; COUNTED: there are `counts[1]`.
+    """Combine the partial results of an entry of `split_rows` for one query head.
 
-    PARTS of them are loaded at once, so that their memory latencies overlap.
+    PARTS of them are loaded at once, so that their memory latencies overlap. COUNTED: `counts[1]` is the number of
+    entries, and the grid may be larger.
     """
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
         if tl.program_id(0) >= tl.load(counts + 1):

@@ -14,10 +14,10 @@ scores of queries and keys, and keys and queries themselves. Each is stored as t
 workspace of the step. A second kernel carries columns of states through the chunks of a sequence: it loads these terms,
 and splits only values that it has just computed.
 
-Keys have a norm of at most 1 and rates are at most 1, so the elements of the inverse, and intermediate ones, are too:
-they are products of `I - beta k k'`. The matmuls multiply later rows by a mask of 0, which gives NaN where a value is
-not finite. So the first kernel flags such chunks, and those whose terms do not fit into float16, and from the first of
-them on, the second kernel goes row by row.
+Keys have a norm of at most 1 and rates are at most 1, so elements of the inverse and of intermediate matrices are at
+most 1: they are products of `I - beta k k'`. The matmuls multiply later rows by a mask of 0, which gives NaN if a value
+is not finite. So the first kernel flags such chunks, and chunks whose terms do not fit into float16, and from the first
+flagged chunk on, the second kernel goes row by row.
 
 Sources: Gated Delta Networks, arXiv 2412.06464; in chunks as in arXiv 2406.06484.
 """
@@ -75,7 +75,7 @@ def _inverse(below, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
     """Return the inverse of `I + below`, where `below` is strictly lower triangular; `2 ** LEVELS` is CHUNK.
 
     Diagonal blocks are inverted, twice the size at each level: the inverse of `[[A, 0], [B, D]]` has `-1/D B 1/A` below
-    the inverses of A and D. A Neumann series in `below` would do too, but its terms grow like binomials if keys repeat.
+    the inverses of A and D. Not a Neumann series in `below`: its terms grow like binomials if keys repeat.
     """
     lanes = tl.arange(0, CHUNK)
     rows, columns = lanes[:, None], lanes[None, :]

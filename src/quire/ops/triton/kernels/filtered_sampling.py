@@ -3,8 +3,9 @@
 A token's key is its distance from the peak, (peak - logit) / temperature, with its float32 bits as an int32. Tokens are
 ordered by key, ties by id. Keys and sums of weights are integers, so all of this is exact.
 
-Few tokens (a small `top_k`): the k-th smallest key of the tiles' peaks is an upper bound of the k-th smallest of the
-tokens. So tiles with a peak beyond it have none of the first k tokens; of the others, tokens up to it are listed.
+Few tokens (a small `top_k`): the k-th smallest key of the tiles' peaks is an upper bound on the k-th smallest key of
+the tokens. So tiles with a peak beyond it have none of the first k tokens; the tokens of other tiles with keys up to
+the bound are listed.
 
 Many tokens: a histogram over the upper bits of keys sums up weights by bin, and for `top_k` counts tokens too. In each
 stage, the bin in which the sum reaches a goal is found, its tokens are listed, and the key that reaches the goal is
@@ -44,7 +45,7 @@ def _keys(logits, peak, temperature):
 
 @triton.jit
 def _weights(keys, min_p, SCALE: tl.constexpr):
-    """Return the weights of keys; 0 for those that min_p drops."""
+    """Return the weights of keys; 0 for tokens that min_p drops."""
     shares = tl.exp(-keys.to(tl.float32, bitcast=True))
     return tl.where(shares >= min_p, counted(shares, SCALE), 0)
 
@@ -56,7 +57,7 @@ def _bins(keys):
 
 @triton.jit
 def _nucleus(top_p, total):
-    """Return the weight that a nucleus must reach: `top_p` of a total, rounded up, at least 1; all of it for 1.0."""
+    """Return the weight that a nucleus must reach: `top_p` times the total, rounded up, at least 1 and at most all."""
     goal = (top_p * total.to(tl.float64)).to(tl.int64)
     goal += (goal.to(tl.float64) < top_p * total.to(tl.float64)).to(tl.int64)
     goal = tl.minimum(tl.maximum(goal, 1), total)
@@ -65,7 +66,7 @@ def _nucleus(top_p, total):
 
 @triton.jit
 def _peak_bound(keys, top_k):
-    """Return the `top_k`-th smallest of the keys by bisection; LAST_KEY where there are fewer."""
+    """Return the `top_k`-th smallest of the keys by bisection; LAST_KEY if there are fewer."""
     low, high = tl.full([], 0, tl.int32), tl.full([], LAST_KEY, tl.int32)
     while low < high:
         middle = low + ((high - low) >> 1)
@@ -76,7 +77,7 @@ def _peak_bound(keys, top_k):
 
 @triton.jit
 def _list_few(entries, tiles, logits, bound, peak, temperature, top_k, count, vocab_size, BLOCK: tl.constexpr):
-    """List the tokens of `count` tiles with keys up to `bound`, at most `top_k` of equal ones; return their number."""
+    """List the tokens of `count` tiles with keys up to `bound`, at most `top_k` with that key; return their number."""
     listed, ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, count * TILE, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -170,7 +171,7 @@ def fill_bins(
 ):  # fmt: skip
     """Add a segment of a row to its histogram, and to its totals.
 
-    Tokens so far from the peak that together they weigh less than top_p leaves out are added to the total only.
+    Tokens far from the peak, which together weigh less than 1 - top_p, are added to the totals only.
     """
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
@@ -248,7 +249,7 @@ def _least_number(missing, each, most):
 
 @triton.jit
 def _nth_of_row(logits, key, number, vocab_size, peak, temperature, BLOCK: tl.constexpr):
-    """Return the id of the `number`-th token (from 1 on) of a row that has a key, in the order of ids."""
+    """Return the id of the `number`-th token (from 1 on) of a row with this key, in the order of ids."""
     seen, token = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
     for start in range(0, vocab_size, BLOCK):
         at = start + tl.arange(0, BLOCK)

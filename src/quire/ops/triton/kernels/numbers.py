@@ -1,4 +1,4 @@
-"""Conversions between dtypes, by bit manipulation where some GPU or the interpreter lacks them.
+"""Conversions between dtypes, by bit manipulation if some GPU or the interpreter lacks them.
 
 The interpreter truncates when it converts to bfloat16, and computes with the bits of bfloat16 as if they were integers.
 So kernels compute in float32, and bfloat16 operands of `tl.dot` are widened in the interpreter.
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# KV cache formats, as kernels number them.
+# Numbers of KV cache formats in kernels.
 PLAIN = tl.constexpr(0)
 INT8 = tl.constexpr(1)
 FLOAT8 = tl.constexpr(2)
@@ -16,7 +16,7 @@ FLOAT8 = tl.constexpr(2)
 WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23
 # Adding this constant to a magnitude below 2^-6 rounds it to a multiple of 2^-9, the smallest subnormal of e4m3.
 SUBNORMAL_E4M3 = tl.constexpr(16384.0)
-# Vectors whose magnitudes are at most this are stored as zeros in int8; `LEAST_SCALED` of the interface.
+# Vectors without a larger magnitude are stored as zeros in int8; `LEAST_SCALED` of the interface.
 LEAST = tl.constexpr(1e-36)
 
 
@@ -84,7 +84,7 @@ def int8_scales(x):
 
 @triton.jit
 def to_int8(x, scales):
-    """Return rows [rows, D] divided by their scales, rounded to int8; zeros where the scale is 0 or NaN."""
+    """Return rows [rows, D] divided by their scales, rounded to int8; zeros for a scale of 0 or NaN."""
     usable = scales > 0.0
     divisor = tl.where(usable, scales, 1.0)[:, None]
     numbers = whole(tl.div_rn(x, divisor + tl.zeros_like(x)))

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def prefetch(places):
-    """Prefetch the cache lines of pointers into L2, asynchronously; the memory may be written to meanwhile."""
+    """Prefetch the cache lines of pointers into L2, asynchronously; kernels may write to that memory meanwhile."""
     tl.inline_asm_elementwise(
         "mov.b32 $0, 0; prefetch.global.L2 [$1];", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )

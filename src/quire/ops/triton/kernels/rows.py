@@ -87,7 +87,7 @@ def gated_norm(output, x, gates, weight, eps, width, num_parts, stride_gates, WI
 
 @kernel
 def apply_token_bitmask(logits, rows, masks, vocab_size, num_words, COLUMNS: tl.constexpr):
-    """Forbid, in one row of logits, some tokens whose bits are not set."""
+    """Set the logits of forbidden tokens to -inf, for COLUMNS tokens of one row."""
     entry = tl.program_id(0)
     tokens = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = tokens < vocab_size

@@ -8,7 +8,7 @@
 ```
 
 Integer sums are exact in any order, so a token does not depend on how a row is divided, on the order of atomics or on
-other rows. A token whose weight is below 1 / SCALE of the likeliest one's is never sampled.
+other rows. A token whose weight is below 1 / SCALE of the likeliest token's is never sampled.
 """
 
 import triton
@@ -27,7 +27,7 @@ BROKEN = tl.constexpr(2)
 
 @kernel
 def find_peaks(peaks, places, logits, vocab_size, num_tiles, TILES: tl.constexpr):
-    """Store the maximum logit of each of TILES tiles of a row, and the first column that has it."""
+    """Store the maximum logit of each of TILES tiles of a row, and the first column with that logit."""
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.program_id(1) * TILES + tl.arange(0, TILES)
     columns = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]

@@ -6,7 +6,7 @@
 ```
 
 All rows see all tokens of an item, so there are no masks. Each row stores a partial result, as for a split of its own
-context (`attention.py`); `combine` adds it to those of the tokens that the sequence does not share.
+context (`attention.py`); `combine` adds it to the partial results of the tokens that the sequence does not share.
 """
 
 import triton.language as tl
@@ -18,8 +18,8 @@ from quire.ops.triton.launcher import kernel
 # Fields of a work item (int32): index of its first row in `item_rows`, number of rows, offset of a block table with its
 # blocks, first token, end of the tokens, index of this split of the shared tokens; padded to SHARED_ITEM.
 SHARED_ITEM = tl.constexpr(8)
-# Fields of a row of an item (int32): row of the step, index of its partial result for the first split, stride to that
-# of the next split; padded to SHARED_ROW.
+# Fields of a row of an item (int32): row of the step, index of its partial result for the first split, stride to the
+# partial result for the next split; padded to SHARED_ROW.
 SHARED_ROW = tl.constexpr(4)
 
 

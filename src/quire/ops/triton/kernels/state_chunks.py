@@ -10,8 +10,8 @@ before the chunk:
 ```
 
 A first kernel computes the terms without a state, for all chunks in parallel; a second one carries tiles of states
-through the chunks of a sequence. The matmuls multiply later rows by a mask of 0, which gives NaN where a value is not
-finite. So the first kernel flags such chunks, and from the first of them on, the second kernel goes row by row.
+through the chunks of a sequence. The matmuls multiply later rows by a mask of 0, which gives NaN if a value is not
+finite. So the first kernel flags such chunks, and from the first flagged chunk on, the second kernel goes row by row.
 
 Source: Mamba 2, arXiv 2405.21060.
 """
@@ -23,7 +23,7 @@ from quire.ops.triton.kernels.numbers import factor
 from quire.ops.triton.kernels.states import scan_rows, softplus
 from quire.ops.triton.launcher import kernel
 
-# Logarithms of decay are clamped to this: their exponentials, and those of sums with one of them, are 0 in float32.
+# Minimum logarithm of decay: its exponential, and the exponential of any sum that includes it, is 0 in float32.
 LEAST_LOG = tl.constexpr(-1e4)
 # Number of flags that are loaded at once.
 FLAGS = tl.constexpr(128)
@@ -31,7 +31,7 @@ FLAGS = tl.constexpr(128)
 
 @triton.jit
 def _rest(x, part):
-    """Return the difference of float32 and a part of it, 0 where they are not finite."""
+    """Return the difference of float32 and a part of it; 0 instead of NaN."""
     rest = x - part.to(tl.float32)
     return tl.where(rest == rest, rest, 0.0)
 
@@ -62,8 +62,8 @@ def _half_parts(x):
 
 @triton.jit
 def _product(a, b):
-    """Multiply 16-bit operands as they are. A float32 operand keeps its precision: it is split into 16-bit terms, whose
-    matmuls take few registers; other pairs of dtypes are multiplied by 3xTF32.
+    """Multiply two matrices: 16-bit operands directly; a float32 operand keeps its precision, split into 16-bit terms,
+    whose matmuls take few registers; other pairs of dtypes by 3xTF32.
     """
     if a.dtype == b.dtype and a.dtype != tl.float32:
         product = tl.dot(factor(a), factor(b))
@@ -92,8 +92,8 @@ def decays_between(logs, CHUNK: tl.constexpr):
     """Return cumulative decay factors: [row, earlier row] from each earlier row of a chunk to each row, 0 above the
     diagonal; from the chunk's start to each row; from each row to the chunk's end.
 
-    The cumulative sum is kept as two float32 terms: after a row that forgets everything it is large, and differences of
-    neighbours must still be exact.
+    The cumulative sum is kept as two float32 terms: after a row with a decay of 0 it is large, and differences of
+    neighbouring rows must still be exact.
     """
     lanes = tl.arange(0, CHUNK)
     exact = tl.where(logs < LEAST_LOG, LEAST_LOG, logs).to(tl.float64)
@@ -145,7 +145,7 @@ def scan_within_chunks(
     step = tl.where(is_row, softplus(given + tl.load(dt_bias + head)), 0.0)
     logs = step * tl.load(A + head)
     between, from_start, to_end = decays_between(logs, CHUNK)
-    # A column, not a vector: Triton 3.6 and 3.7 fail to compile a reduction of one dimension after that of a product.
+    # A column, not a vector: Triton 3.6 and 3.7 fail to compile a reduction of one dimension after one of a product.
     poison = ((step + logs) * 0.0)[:, None] + tl.sum(alike * 0.0, 1, keep_dims=True)
     mixed = alike * between * step[None, :]
     skip = tl.load(skips + head)

@@ -1,6 +1,6 @@
 """Grouped GEMM of routed experts with quantized weights: rows are sorted by expert, in one launch.
 
-Codes and scales have the layout of `linear.py` here; each expert has tensors of its own, of equal format and shape.
+Codes and scales have the layout of `linear.py` here; each expert has its own tensors, of equal format and shape.
 """
 
 import triton.language as tl
@@ -22,9 +22,9 @@ def multiply_stored_by_expert(
 ):  # fmt: skip
     """Multiply a tile of grouped rows by a tile of output columns of its expert's weight.
 
-    `codes`, `scales`, `mins`, `zeros` and `biases` hold a pointer for each expert; the tensors `like_...` only pass
-    dtypes: of the model, scales and biases. Tiles past the last one have an expert id >= NUM_EXPERTS. With GATHER,
-    `row_ids` are the rows of `x` and of `row_scales`, the scales of quantized rows. With SCORED, the output is
+    `codes`, `scales`, `mins`, `zeros` and `biases` hold a pointer for each expert; the tensors `like_...` only pass the
+    dtypes of the model, the scales and the biases. Tiles past the last one have an expert id >= NUM_EXPERTS. With
+    GATHER, `row_ids` are the rows of `x` and of `row_scales`, the scales of quantized rows. With SCORED, the output is
     multiplied by the routing weights `row_scores`.
     """
     tile = tl.program_id(0)

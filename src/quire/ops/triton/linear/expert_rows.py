@@ -23,8 +23,8 @@ class RowGroups(NamedTuple):
         tiles: int32 [3, tiles]: for each tile of rows, its expert, its first row and the end of the expert's rows; the
             expert of an unused tile is X.
         tile_rows: number of rows of a tile.
-        is_last_absent: bool [], True where some rows are routed to experts of other ranks. All of these have the index
-            of the last grouped row, for which nothing is computed. None where all experts are on this rank.
+        is_last_absent: bool [], True if some rows are routed to experts of other ranks. All of their copies have the
+            index of the last grouped row, for which nothing is computed. None if all experts are on this rank.
     """
 
     row_ids: Tensor
@@ -56,7 +56,7 @@ def group_rows(chosen: Tensor, scores: Tensor, num_experts: int, here: range | N
     if here is not None and num_here < num_experts:
         flat = flat - here.start
         is_here = (flat >= 0) & (flat < num_here)
-        flat = flat.where(is_here, num_here)  # behind the rows of all experts that are here
+        flat = flat.where(is_here, num_here)  # after the rows of all experts of this rank
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
@@ -66,7 +66,7 @@ def group_rows(chosen: Tensor, scores: Tensor, num_experts: int, here: range | N
     tile_rows = FEW_ROWS if num_rows * num_chosen <= FEW_ROWS * num_experts else MANY_ROWS
     tile_counts = (counts + tile_rows - 1) // tile_rows
     tile_ends = tile_counts.cumsum(0)
-    # An upper bound of the number of tiles: each expert may have one that is not full.
+    # An upper bound on the number of tiles: each expert may have one that is not full.
     num_tiles = min(-(-len(flat) // tile_rows) + num_here, len(flat))
     tiles = torch.arange(num_tiles, device=flat.device)
     idxs = torch.searchsorted(tile_ends, tiles, right=True)

@@ -14,13 +14,13 @@ from quire.ops.triton.launches import ACTIVATIONS, Device, is_aligned
 MOST_ROWS: Final = 2
 # Up to this number of columns there are few programs, so each has more loads in flight.
 FEW_COLUMNS: Final = 2048
-# Above this number of columns a program has more of them; from this number of inputs on, a gated one loads more a time.
+# Above MANY_COLUMNS, a program has more columns; from MANY_INPUTS on, a gated program loads more inputs at once.
 MANY_COLUMNS: Final = 4096
 MANY_INPUTS: Final = 4096
 
 
 class FewRowsTile(NamedTuple):
-    """The sizes of a program, as they were fastest on an H200.
+    """The sizes of a program that were fastest on an H200.
 
     Args:
         columns: number of columns of the output.
@@ -34,7 +34,7 @@ class FewRowsTile(NamedTuple):
 
     @staticmethod
     def of(num_rows: int, num_columns: int, width: int, is_gated: bool) -> FewRowsTile | None:
-        """Return the tile for a matmul of `num_rows` rows [R, width]; None where the kernel does not support it."""
+        """Return the tile for a matmul of `num_rows` rows [R, width]; None if the kernel does not support it."""
         columns, inputs, num_warps = 4, 512, 4
         if num_columns <= FEW_COLUMNS:
             inputs = 1024

@@ -58,7 +58,7 @@ class PlainExpertLayer:
 
 
 def plain_layer(layers: Sequence[Linear]) -> PlainExpertLayer | None:
-    """Return layers of experts as a grouped layer; None where weights are not plain, not alike, or not aligned."""
+    """Return layers of experts as a grouped layer; None if weights are not plain, not alike, or not aligned."""
     plain = [layer for layer in layers if isinstance(layer, TritonLinear) and is_aligned(layer.weight)]
     if len(plain) < len(layers) or len({(each.weight.shape, each.weight.dtype) for each in plain}) > 1:
         return None

@@ -17,7 +17,7 @@ class TritonLinear:
     """A linear layer, with an optional gate of its output's halves.
 
     Args:
-        weight: [out, in], on its device; kept.
+        weight: [out, in], on its device; not copied.
         bias: [out], or None.
         activation: activation of the gate; None for none.
         gate: `Ops.gate` of the backend.
@@ -38,7 +38,7 @@ class TritonLinear:
         self.activation: Activation | None = activation
         self._gate, self._device = gate, device
         is_gated, (num_columns, width) = activation is not None, weight.shape
-        # Tiles by the number of rows; None where torch multiplies.
+        # Tiles by the number of rows; None for rows that torch multiplies.
         self._few = [
             FewRowsTile.of(num_rows, num_columns // (1 + is_gated), width, is_gated) if is_readable(weight) else None
             for num_rows in range(MOST_ROWS + 1)

@@ -29,7 +29,8 @@ class GroupedLinear(Protocol):
         """Multiply grouped rows by their experts.
 
         Args:
-            x: rows of the step [T, in] for the first layer; the first one's grouped output [T * C, in] for the second.
+            x: rows of the step [T, in] for the first layer; grouped output of the first layer [T * C, in] for the
+                second.
             is_first: True for the first layer.
             scales_input: rows are multiplied by their routing weights before the first layer, not after the second.
 
@@ -66,7 +67,7 @@ class TritonExperts:
         given = self._downs.multiply(inner, groups, is_first=False, scales_input=scales_input)
         if groups.is_last_absent is not None:
             given[-1].masked_fill_(groups.is_last_absent, 0.0)
-        # Each row's expert outputs are added in the order of their scores, whatever other rows the step has.
+        # Each row's expert outputs are added in the order of their scores, independently of other rows of the step.
         for place in groups.places.unbind(1):
             total += given[place]
         return total.to(x.dtype)
@@ -83,7 +84,7 @@ class TritonExperts:
 
 
 def fuse_experts(experts: RoutedExperts, gate: Callable[[Tensor, Activation], Tensor]) -> TritonExperts | None:
-    """Return experts as grouped GEMMs; None where they take adapters, or their layers cannot be grouped."""
+    """Return experts as grouped GEMMs; None if they take adapters, or their layers cannot be grouped."""
     if experts.adapters is not None:
         return None
     gate_ups, downs = (plain_layer(each) or stored_layer(each) for each in (experts.gate_ups, experts.downs))

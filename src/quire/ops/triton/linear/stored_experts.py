@@ -22,7 +22,7 @@ class ExpertCodes(NamedTuple):
     """Some columns of the layer of all experts, of one form.
 
     Args:
-        first: codes of the first expert: those of the others have the same form, shapes and dtypes.
+        first: codes of the first expert; the codes of the others have the same form, shapes and dtypes.
         columns: range of these columns in the layer.
         codes, scales, mins, zero_points, biases: int64 [X], pointers to the tensors of each expert; 0 for a tensor that
             does not exist.
@@ -38,7 +38,7 @@ class ExpertCodes(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[PackedCodes], columns: slice, biases: Sequence[Tensor | None]) -> ExpertCodes:
-        """Return columns of all experts; `biases` are those of whole layers."""
+        """Return columns of all experts; each of `biases` is the bias of a whole layer, or None."""
         device = parts[0].codes.device
         own_biases = [None if bias is None else bias[columns] for bias in biases]
         fields = zip(*((part.codes, part.scales, part.mins, part.zero_points) for part in parts), strict=True)
@@ -84,7 +84,7 @@ class StoredExpertLayer:
         gathers: bool,
         is_scored: bool,
     ) -> None:
-        """Multiply by some columns; `rows` are what the kernel takes in place of `x`."""
+        """Multiply by some columns; `rows` is `x` in the form that the kernel takes."""
         first, form = part.first, part.first.form
         num_columns = first.codes.shape[1]
         table, bias = self._layers[0].table_of(first), self._layers[0].bias
@@ -119,10 +119,10 @@ class StoredExpertLayer:
 
 
 def stored_layer(layers: Sequence[Linear]) -> StoredExpertLayer | None:
-    """Return layers of experts as a grouped layer; None where they are not quantised, have plain parts, or differ.
+    """Return layers of experts as a grouped layer; None if they cannot be grouped.
 
-    They differ if their forms, shapes or gates do, or if one has an input order of its own. Tensors that are not
-    aligned cannot be grouped either.
+    All layers must be quantised, have no plain parts and no input order, have the same forms, shapes and gate, and have
+    aligned tensors.
     """
     activations = {each.activation if isinstance(each, GatedLinear) else None for each in layers}
     inner = [each.linear if isinstance(each, GatedLinear) else each for each in layers]

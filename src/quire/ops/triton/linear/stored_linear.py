@@ -21,7 +21,7 @@ from quire.ops.interface.quantized_weight import (
 from quire.ops.triton.kernels import linear as kernels
 from quire.ops.triton.launches import Device
 
-# Columns of a matmul program, elements of a program that adds up split-K partial sums, and groups of a row that a
+# Columns of a matmul program, elements of a program that adds up split-K partial sums, and groups of inputs that a
 # program quantises.
 COLUMNS: Final = 64
 ADDED: Final = 1024
@@ -36,7 +36,7 @@ class PackedCodes(NamedTuple):
     Args:
         form: form of the codes.
         width: number of inputs K.
-        codes: uint8 [K, N], or [K / 2, N] where two codes of four bits share a byte.
+        codes: uint8 [K, N], or [K / 2, N] if two codes of four bits share a byte.
         scales: [groups, N]; two-level scales multiplied together in float32, others in their own dtype.
         mins: minima, like `scales`; None without minima.
         zero_points: uint8 [groups, N]; None without zero points.
@@ -51,17 +51,17 @@ class PackedCodes(NamedTuple):
 
     @property
     def is_paired(self) -> bool:
-        """True where two codes share a byte."""
+        """True if two codes share a byte."""
         return self.form.bits == 4
 
     @property
     def is_float8(self) -> bool:
-        """True where codes are e4m3 values: then rows are not quantised."""
+        """True if codes are e4m3 values: then rows are not quantised."""
         return self.form.levels == "e4m3"
 
     @property
     def rounded_group(self) -> int | None:
-        """Number of inputs of a row that are quantised with one scale; None where rows are not quantised."""
+        """Number of inputs of a row that are quantised with one scale; None if rows are not quantised."""
         return None if self.is_float8 else self.form.group
 
     @property
@@ -92,10 +92,10 @@ class PackedCodes(NamedTuple):
 
 
 class RoundedRows(NamedTuple):
-    """Rows as the kernels take them.
+    """Rows in the form that the kernels take.
 
     Args:
-        x: levels of quantised rows, float16 [T, groups * G], padded with zeros; for e4m3 weights rows as they are.
+        x: levels of quantised rows, float16 [T, groups * G], padded with zeros; for e4m3 weights the plain rows.
         scales: float32 [T, groups]; for e4m3 weights any tensor, which is not read.
     """
 
@@ -106,8 +106,8 @@ class RoundedRows(NamedTuple):
 class TritonQuantizedLinear:
     """A linear layer with quantised weights, which are unpacked in the kernel.
 
-    Rows of `x` are quantised to int8 in the groups of each part, except for e4m3 weights. There is no look-up, as
-    weights may be rounded at load.
+    Rows of `x` are quantised to int8 in the groups of each part, except for e4m3 weights. There is no look-up of rows,
+    as the weight may have been quantised while it was loaded.
 
     Args:
         weight: weight without plain parts.
@@ -143,7 +143,7 @@ class TritonQuantizedLinear:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def round_for_parts(self, x: Tensor) -> dict[int | None, RoundedRows]:
-        """Return rows [T, in] for each group size of the parts, or None for parts that take them as they are."""
+        """Return rows [T, in] by the group size of the parts that take them; by None for parts that take plain rows."""
         x = x if x.stride(1) == 1 else x.contiguous()
         found: dict[int | None, RoundedRows] = {}
         for group in {part.rounded_group for part in self.parts}:
@@ -155,7 +155,7 @@ class TritonQuantizedLinear:
         return found
 
     def table_of(self, part: PackedCodes) -> Tensor | None:
-        """Return the levels of a part's codes, int16; None where a code is its own level."""
+        """Return the levels of a part's codes, int16; None if the part has no table of levels."""
         levels = part.form.levels
         return self._tables[levels] if isinstance(levels, tuple) else None
 
@@ -222,9 +222,9 @@ class TritonStoredLinear(TritonQuantizedLinear):
             raise IndexError(f"rows are from 0 to {end - 1}, got ids from {ids.min()} to {ids.max()}") from error
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        """Look up rows; an id that is out of range stays so in one of the parts, and fails there.
+        """Look up rows; an id that is out of range is out of range in one of the parts, and fails there.
 
-        Every part looks up all ids, and rows of other parts are masked out: the host does not wait for the ids.
+        Every part looks up all ids, and rows of other parts are masked out, so that the host does not wait for the ids.
         """
         start, last = 0, len(self.parts) - 1
         found: Tensor | None = None
@@ -254,7 +254,7 @@ def round_rows(x: Tensor, group: int, num_groups: int) -> RoundedRows:
             x.stride(0),
             GROUP=group,
             GROUPS=ROUNDED_GROUPS,
-            enable_fp_fusion=False,  # a product that is not rounded before it is made whole misses ties
+            enable_fp_fusion=False,  # a fused multiply-add would not round the product first: ties would differ
         )
     return RoundedRows(rows, scales)
 
