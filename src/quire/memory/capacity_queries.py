@@ -20,7 +20,7 @@ class CapacityQueries:
         self._tables = tables
         self._watermark = watermark
         self._num_slabs = num_slabs
-        # Greatest length that was found to fit alone: shorter sequences fit too.
+        # Maximum length that was found to fit alone: shorter sequences fit too.
         self._known_to_fit = 0
 
     def can_allocate(
@@ -28,7 +28,7 @@ class CapacityQueries:
     ) -> AllocStatus:
         """Return whether a new sequence of `num_tokens` tokens can be opened on a hit and grow to that length.
 
-        While other sequences live, `watermark` slabs and the `reserved` blocks must stay free for their growth;
+        While other sequences are live, `watermark` slabs and the `reserved` blocks must stay free for their growth;
         alone, a sequence may take all memory, so that no sequence that fits waits forever.
         """
         refusal = self._never_fits(num_tokens)
@@ -40,7 +40,7 @@ class CapacityQueries:
         )
 
     def can_ever_hold(self, num_tokens: int, *, width: int = 1, num_shared: int = 0) -> bool:
-        """Return whether sequences of `num_tokens` tokens could be held at all: alone, and one token a step."""
+        """Return whether `width` sequences could ever reach `num_tokens` tokens: alone, and one token a step."""
         if width == 1:
             return self._never_fits(num_tokens) is None
         arena, groups = self._tables.arena, self._tables.groups
@@ -48,7 +48,7 @@ class CapacityQueries:
         return refusal is None
 
     def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
-        """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens."""
+        """Return the number of blocks of each group that a live sequence still needs to reach `num_tokens` tokens."""
         state = self._tables.resident(seq_id)
         missing = []
         for group, table, num_skipped in zip(self._tables.groups, state.tables, state.num_skipped, strict=True):
@@ -73,7 +73,7 @@ class CapacityQueries:
     ) -> AllocStatus:
         """Return whether swapped-out sequences can be swapped in together and grow to the given lengths.
 
-        NEVER: not even alone, with steps of `step_tokens`.
+        NEVER if they do not fit even alone, with steps of `step_tokens`.
         """
         states = self._tables.siblings(seq_ids, Tier.HOST)
         others = self._reserved_for_others(reserved)
@@ -97,7 +97,7 @@ class CapacityQueries:
         return refusal
 
     def _reserved_for_others(self, reserved: Sequence[int]) -> tuple[Sequence[int], int]:
-        """Return the blocks of each group, and the slabs, that stay free for sequences on the device.
+        """Return the numbers of blocks of each group, and of slabs, that stay free for sequences on the device.
 
         The watermark is in slabs, so that it is a share of the bytes: a state has the bytes of hundreds of blocks.
         """

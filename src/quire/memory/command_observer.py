@@ -12,7 +12,7 @@ from quire.memory.sequence_blocks import SequenceBlocks
 
 
 class CommandObserver(Protocol):
-    """Receives each command after it took effect; arguments are those of `KVCacheManager`'s method.
+    """Receives each command after it took effect, with the arguments of the method of `KVCacheManager`.
 
     A command that raised an error changed nothing, and is not reported. An observer changes nothing either.
     """
@@ -34,7 +34,7 @@ class CommandObserver(Protocol):
     def freed(
         self, seq_id: int, state: SequenceBlocks, *, retain: bool, is_sound: bool, tail: NodePosition | None
     ) -> None:
-        """`tail` is the tree position of the partly filled last block's tokens; None where they are not published."""
+        """`tail` is the tree position of the partly filled last block's tokens; None if they are not published."""
 
     def swapped_out(self, seq_ids: Sequence[int]) -> None: ...
 

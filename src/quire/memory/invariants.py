@@ -218,7 +218,7 @@ def _is_in_tree(tree: RadixTree, node: RadixNode) -> bool:
 
 
 def _check_tree(manager: KVCacheManager) -> None:
-    """M4: digests are those of the contents, siblings differ, and the counts of published blocks are right."""
+    """M4: digests match the contents, siblings differ, and the counts of published blocks are right."""
     tree = manager.tree
     indexes = [group.pool.index for group in (*manager.groups, *(manager.host.groups if manager.host else ()))]
     if any(index.tree is not tree for index in indexes):
@@ -248,7 +248,7 @@ def _check_tree(manager: KVCacheManager) -> None:
 
 
 def _check_children(node: RadixNode, position: int, indexes: Sequence[PublishedBlocks]) -> None:
-    """M4: the indexed children of a position are the ones that are published there."""
+    """M4: the indexed children of a position are the published ones."""
     pool_idx = node.layout.child_index_pool
     if pool_idx is not None:
         index = indexes[pool_idx]

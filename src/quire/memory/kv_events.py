@@ -31,9 +31,9 @@ from quire.memory.results import Tier
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
 
 MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
-# The first item of the extra key of a tenant; that of media is a digest.
+# The first item of the extra key of a tenant; the first item of a media key is a digest.
 TENANT = "tenant"
-# Groups that consumers tell apart, at most.
+# Maximum number of groups that consumers distinguish.
 MAX_GROUPS = 64
 
 # A salt; (`TENANT`, tenant); or (digest of media, their first position relative to the block's start).
@@ -52,11 +52,11 @@ class BlockStored(NamedTuple):
         block_size: number of tokens of each block; fewer than the cache's block size for a tail.
         medium: tier of the blocks.
         group_idx: cache group of the blocks.
-        adapter: adapter with which they were computed.
-        extra_keys: salt, tenant and media of each block; None where no block has any. Only the first block of a
-            namespace has the salt and the tenant.
+        adapter: adapter with which the blocks were computed.
+        extra_keys: salt, tenant and media of each block; None if no block has any. Only the first block of a namespace
+            has the salt and the tenant.
         kind: vLLM's name for the kind of the group's cache.
-        window: number of tokens of its window or chunk; None for the other kinds.
+        window: number of tokens of the group's window or chunk; None for other kinds.
     """
 
     block_hashes: tuple[int, ...]
@@ -103,7 +103,7 @@ _ONE = Struct(">" + _LOW)
 
 
 def hash_of(digest: bytes) -> int:
-    """Return the hash under which events name a block: the low 64 bits of its digest."""
+    """Return the hash of a block in events: the low 64 bits of its digest."""
     found: int = _ONE.unpack(digest)[0]
     return found
 
@@ -152,7 +152,7 @@ class KVEventCollector:
 
     Args:
         manager: memory manager; its pools report to the collector from now on.
-        adapter_name: returns the name of the adapter with a digest.
+        adapter_name: function from an adapter's digest to its name.
     """
 
     def __init__(self, manager: KVCacheManager, adapter_name: Callable[[str], str] = str) -> None:
@@ -172,7 +172,7 @@ class KVEventCollector:
 
     @property
     def has_events(self) -> bool:
-        """Whether there are events that were not taken yet."""
+        """True if there are events that were not taken yet."""
         return bool(self._collected)
 
     def take_events(self) -> list[KVEvent]:
@@ -288,9 +288,9 @@ def _extra_keys(node: RadixNode, position: int, namespace: Namespace) -> tuple[E
 
 
 def encode(token_ids: Iterable[int]) -> bytes:
-    """Return token ids as the contents of blocks have them.
+    """Return token ids in the encoding of block contents.
 
     Raises:
-        OverflowError: one is negative, or has more than 32 bits.
+        OverflowError: an id is negative, or has more than 32 bits.
     """
     return array("I", token_ids).tobytes()

@@ -10,7 +10,7 @@ match keeps the encoded tokens and a cursor in the chain), but change no block a
                       num_published     num_computed           num_slots
 ```
 
-Owner: one thread, the one that steps the engine. Nothing in here locks.
+Owner: the thread that steps the engine. There are no locks.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class KVCacheManager:
     """Owns every block of the KV cache.
 
     Args:
-        specs: one for each cache group; all with the same block size.
+        specs: spec of each cache group; all with the same block size.
         num_blocks: number of usable blocks. Several groups with blocks of the same bytes share a pool of this number
             times the number of groups. Or:
         num_bytes: bytes of the memory that all groups share, the null block included.
         watermark: slabs (with one group: blocks) that an admission leaves free while other sequences live.
         enable_prefix_caching: True to publish full blocks in the prefix index, where later sequences hit them.
         eviction: a name in `EVICTION_POLICIES`.
-        pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; capacity checks do not count on those.
+        pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; capacity checks leave them out.
         snapshot_interval: number of tokens between state snapshots of recurrent groups, a multiple of the block size.
         host_bytes: bytes of the host tier, its null block included; 0 for no host tier.
         retention_limit: slabs (with one group: blocks) whose bytes retained blocks, which are evicted last, may fill.
-        has_disk: True where blocks that the host tier evicts are saved to disk; see `archive`.
+        has_disk: True to save blocks to disk that the host tier evicts; see `archive`.
         key: secret for the digests, at most 64 bytes.
 
     Attributes:
@@ -122,7 +122,7 @@ class KVCacheManager:
 
         Args:
             chain: the sequence's tokens; the hit leaves at least one of them to compute.
-            max_tokens: greatest number of tokens of the hit (prompt log probabilities need the logits of the rest).
+            max_tokens: maximum number of tokens of the hit (prompt log probabilities need the logits of the rest).
         """
         if not self.enable_prefix_caching:
             return PrefixHit(0, ((),) * len(self.groups), HitEnd.LIMIT, None, self.tables.version)
@@ -133,7 +133,7 @@ class KVCacheManager:
     def step_limit(self, seq_id: int, num_tokens: int) -> int:
         """Return how many of a live sequence's next tokens may be computed in one step.
 
-        With recurrent groups a step ends at the next snapshot point at the latest; without them it may have all tokens.
+        With recurrent groups, a step ends at the next snapshot point at the latest; otherwise it may have all tokens.
 
         Args:
             seq_id: a live sequence.
@@ -150,20 +150,20 @@ class KVCacheManager:
         return tuple(self.sequences[seq_id].tables[group_idx])
 
     def usage(self) -> Usage:
-        """Return block counts, of all groups and of each, and counters since the start."""
+        """Return block counts, in total and by group, and counters since the start."""
         return measure(self.tables, self._publication.num_merges)
 
     # ---- commands ----
 
     def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
-        """Open a sequence on a hit: its slots are those of the hit, all computed; blocks on the host are copied.
+        """Open a sequence with the slots of a hit, all computed; blocks on the host are copied to the device.
 
         The chain's tokens at this moment are its prompt: a snapshot of states is taken close to their end.
 
         A block that the hit uses in part is shared like the others; `append_slots` copies it on write.
 
         Raises:
-            ValueError: the sequence is live already, a command ran after `match_prefix`, or the device has no room for
+            ValueError: the sequence is already live, a command ran after `match_prefix`, or the device has no room for
                 the blocks to load from the host, which `can_allocate` counts.
         """
         if seq_id in self.sequences:
@@ -185,17 +185,17 @@ class KVCacheManager:
     def append_slots(
         self, seq_ids: Sequence[int], num_tokens: int = 1, lookahead: int = 0, *, atomic: bool = False
     ) -> int:
-        """Give sequences, one after the other, slots for more tokens in every group, up to the first that lacks blocks.
+        """Give sequences, one after the other, slots for more tokens in every group, up to the first without room.
 
         Before the tail block is written (M3), it is copied if it is shared (copy-on-write); if this sequence is its
-        last holder and it is published (after `truncate`), it leaves the prefix index instead. Every step overwrites
-        the recurrent states; with a lookahead the present states are kept as a backup, one more block for each.
+        last holder and it is published (after `truncate`), it is unpublished instead. Every step overwrites the
+        recurrent states; with a lookahead the present states are kept as a backup, which takes one more block each.
 
         Args:
             seq_ids: live sequences on the device, all different.
             num_tokens: number of tokens of each sequence that will be computed.
             lookahead: number of further slots, for draft tokens that may be rejected; `truncate` takes them back.
-            atomic: True to give one slot to all sequences, none of which has lookahead slots, or to none of them.
+            atomic: True to give one slot to all sequences or to none of them; none may have lookahead slots.
 
         Returns:
             Number of leading sequences of `seq_ids` that got their slots. The others are unchanged.
@@ -221,7 +221,7 @@ class KVCacheManager:
             The child's chain.
 
         Raises:
-            ValueError: the child is live already, the parent is swapped out, or the parent has unwritten slots (both
+            ValueError: the child is already live, the parent is swapped out, or the parent has unwritten slots (both
                 sequences would write to them).
         """
         child = self.tables.fork(parent_id, child_id, child_tokens)
@@ -234,8 +234,8 @@ class KVCacheManager:
 
         Args:
             seq_id: a live sequence on the device.
-            num_tokens: number of slots to keep, from `rollback.limit` to the present number. With recurrent groups only
-                these two: no state was stored for the lengths between them.
+            num_tokens: number of slots to keep, from `rollback.limit` to the present number. With recurrent groups,
+                only one of these two, since no state was stored for lengths between them.
 
         Raises:
             ValueError: a number of slots that is not allowed, or the sequence is swapped out.
@@ -245,9 +245,9 @@ class KVCacheManager:
     def publish(self, seq_id: int, num_computed: int) -> None:
         """Record that the KV of the first `num_computed` tokens is stored and verified; publish the full blocks.
 
-        A block whose tokens are published already is a duplicate: the block table takes the published block, and the
-        duplicate is released. Blocks out of the window are released too, and null entries replace them.
-        States are published where a snapshot is due and all slots are computed.
+        A block whose tokens are already published is a duplicate: the block table takes the published block, and the
+        duplicate is released. Blocks out of the window are also released, and replaced by null entries. States are
+        published if a snapshot is due and all slots are computed.
 
         Raises:
             ValueError: `num_computed` shrinks, or exceeds the slots or the tokens; the sequence has recurrent states
@@ -256,7 +256,7 @@ class KVCacheManager:
         self.publish_each({seq_id: num_computed})
 
     def publish_each(self, num_computed: Mapping[int, int]) -> None:
-        """Publish several sequences in turn; `num_computed` has their numbers of computed tokens; see `publish`."""
+        """Publish several sequences, given the number of computed tokens of each; see `publish`."""
         sequences, observer = self.sequences, self.tables.observer
         for seq_id, count in num_computed.items():
             state = sequences[seq_id]
@@ -273,19 +273,18 @@ class KVCacheManager:
                 observer.published(seq_id, state, num_before)
 
     def publish_next(self, seq_ids: Sequence[int]) -> None:
-        """Publish distinct sequences after one more token of each was computed; see `publish`."""
+        """Publish distinct sequences after one more token was computed for each; see `publish`."""
         self.publish_each(self._publication.add_computed(seq_ids))
 
     def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """Release a sequence's blocks; the tail of its published blocks is evicted before the head.
 
-        Its partly filled last block is published too, as a tail, unless a published block has its tokens already.
+        Its partly filled last block is also published, as a tail, unless a published block already has its tokens.
 
         Args:
             seq_id: a live sequence.
             retain: True to evict its published blocks after all blocks that are not retained, within `retention_limit`.
-            is_sound: False where no later turn continues the tokens, and where requested block copies may not have been
-                made.
+            is_sound: False if no later turn continues the tokens, or if requested block copies may not have been made.
         """
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
@@ -309,10 +308,10 @@ class KVCacheManager:
         swapped in or freed.
 
         Args:
-            seq_ids: live sequences, all of whose slots are computed.
+            seq_ids: live sequences without unwritten slots.
 
         Raises:
-            ValueError: one is swapped out, is named twice or has unwritten slots; or `can_swap_out` is not OK.
+            ValueError: a sequence is swapped out, named twice or has unwritten slots; or `can_swap_out` is not OK.
         """
         swap.swap_out(self.tables, seq_ids)
 
@@ -320,15 +319,15 @@ class KVCacheManager:
         """Swap sequences in from the host; blocks that are still published on the device are shared, not copied.
 
         Raises:
-            ValueError: one is not swapped out or is named twice, or the device has no room for them.
+            ValueError: a sequence is not swapped out or is named twice, or the device has no room for them.
         """
         swap.swap_in(self.tables, seq_ids, self.windowed_groups)
 
     def reset_prefix_cache(self) -> None:
-        """Remove all blocks from the prefix index, also while sequences run; idle blocks are free at once.
+        """Unpublish all blocks, also while sequences run; idle blocks are free at once.
 
         Live sequences keep their blocks and stop publishing, since their later blocks depend on the earlier ones. Pins
-        are removed, too.
+        are also removed.
         """
         self.tables.unpublish_all()
         self.tree.clear()
@@ -355,14 +354,14 @@ class KVCacheManager:
         return num_tokens
 
     def unpin(self, name: str) -> None:
-        """Release a pinned prefix: its blocks are idle again when no sequence holds them."""
+        """Release a pinned prefix: its blocks become idle when no sequence holds them."""
         self.pins.remove(name)
         self.tables.version += 1
         if self.tables.observer is not None:
             self.tables.observer.unpinned(name)
 
     def take_ops(self) -> MemoryOps:
-        """Return, and forget, the block copies and saves that the workers must make before this step's kernels."""
+        """Return and clear the block copies and saves that the workers must make before this step's kernels."""
         copies, self.tables.pending_copies = tuple(self.tables.pending_copies), []
         saves = () if self.archive is None else self.archive.take_saves()
         ops = MemoryOps(copies, saves) if copies else NO_OPS

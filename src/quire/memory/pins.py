@@ -47,11 +47,11 @@ class Pins:
             yield from tables[group_idx]
 
     def can_add(self, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Return whether the limit allows the further blocks `block_ids`, one list for each group."""
+        """Return whether the limit allows to pin the additional blocks `block_ids`, one list for each group."""
         return self.num_filled(block_ids) <= self.limit
 
     def num_filled(self, block_ids: Sequence[Sequence[int]] = ()) -> int:
-        """Return the number of slabs that pinned blocks and the further blocks `block_ids` of each group fill."""
+        """Return the number of slabs that pinned blocks and the additional blocks `block_ids` of each group fill."""
         return sum(
             self._arena.num_slabs_for(idx, len({*self.blocks(idx), *blocks} - {NULL_BLOCK}))
             for idx, blocks in enumerate(block_ids or ((),) * len(self._arena.pools))
@@ -69,7 +69,7 @@ class Pins:
         return run.num_blocks * size
 
     def add(self, name: str, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Hold the blocks of a prefix of `num_tokens` tokens, given for each group; null entries are left out."""
+        """Hold the blocks of a prefix of `num_tokens` tokens, one list for each group; null entries are left out."""
         tables = [[block_id for block_id in blocks if block_id != NULL_BLOCK] for blocks in block_ids]
         for pool, table in zip(self._arena.pools, tables, strict=True):
             pool.retain(table)

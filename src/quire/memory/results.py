@@ -22,9 +22,10 @@ class AllocStatus(NamedTuple):
     Args:
         verdict: OK, LATER or NEVER.
         group_idx: index of the limiting cache group.
-        needed: number of blocks of that group that are needed; for LATER beyond the hit, and with those reserved.
-        available: number of blocks of it that could be taken: now, with the watermark left free (OK, LATER), or ever
-            (NEVER). Negative where the needs of other groups, or the watermark, alone exceed the memory.
+        needed: number of blocks of that group that are needed; for OK and LATER without the hit's blocks, and including
+            reserved blocks.
+        available: number of blocks of that group that could be taken: now, with the watermark left free (OK, LATER), or
+            ever (NEVER). Negative if the needs of other groups, or the watermark, alone exceed the memory.
     """
 
     verdict: Verdict
@@ -117,23 +118,23 @@ NO_TOKENS = TokenAccount()
 class PrefixHit(NamedTuple):
     """The longest usable published prefix of a token chain.
 
-    Valid until the manager's next command; `allocate` refuses a stale one.
+    Valid until the manager's next command; `allocate` refuses a stale hit.
 
     Args:
         num_tokens: number of tokens whose keys and values are reused; less than the chain's tokens.
-        block_ids: block ids for each cache group; null where the group does not read the block any more, and where it
-            is on the host only.
+        block_ids: block ids for each cache group; null for blocks that the group no longer reads, or that are on the
+            host only.
         end: reason for the end of the hit.
-        group_idx: index of the cache group that lacks a block or a snapshot, where `end` is `GROUP`; else None.
+        group_idx: index of the cache group that lacks a block or a snapshot, if `end` is `GROUP`; else None.
         version: the manager's `version` at the time of the query.
         num_copied: number of tokens in a last block that is used in part; the next write copies it.
-        differs_at: position of the first token that differs from the published block that continues the hit, where
-            `end` is `NOT_CACHED` and there is such a block; else None.
+        differs_at: position of the first token that differs from the published block that continues the hit, if `end`
+            is `NOT_CACHED` and there is such a block; else None.
         loads: blocks that are on the host, group by group; each is copied to a block of the device.
         num_host_tokens: number of tokens of the hit for which some group has a block on the host only.
         diverged_at: number of tokens of whole blocks after which the prompt diverges from a branch of the prefix tree;
-            0 where it does not, and where all groups retain all tokens. The next prompt may diverge there, too: a
-            snapshot of states is worth its block, and blocks that are read there are not evicted first.
+            0 if it does not, or if all groups retain all tokens. The next prompt may diverge there too: so a snapshot
+            of states is taken there, and blocks that are read there are not evicted first.
     """
 
     num_tokens: int
@@ -195,8 +196,8 @@ class BlockCopy(NamedTuple):
 
     Args:
         group_idx: index of the group.
-        src_id, dst_id: block ids, each of its own tier. From disk: the ticket under which the block was read. To disk:
-            the index of its identity in `MemoryOps.saves`.
+        src_id, dst_id: block ids in `src_tier` and `dst_tier`. From disk: the ticket under which the block was read. To
+            disk: the index of its identity in `MemoryOps.saves`.
         src_tier, dst_tier: tiers of the blocks.
     """
 
@@ -236,7 +237,7 @@ class MemoryOps(NamedTuple):
 class TableDelta(NamedTuple):
     """A change of a sequence's block table in one cache group: `table[start:] = block_ids`.
 
-    Appends, copy-on-write, merges of duplicates and truncation (then without ids) are all of this form.
+    Appends, copy-on-write, merges of duplicates and truncation (without ids) all have this form.
     """
 
     group_idx: int

@@ -13,7 +13,7 @@ class StateBackup(NamedTuple):
 
     Args:
         num_tokens: number of tokens that the states include.
-        block_ids: block of each recurrent group; empty where no token was computed.
+        block_ids: block of each recurrent group; empty if no token was computed.
     """
 
     num_tokens: int
@@ -64,11 +64,11 @@ class SequenceBlocks:
 
     @property
     def is_swapped(self) -> bool:
-        """True where the blocks are on the host."""
+        """True if the blocks are on the host."""
         return self.host_tables is not None
 
     def tables_on(self, tier: Tier) -> list[list[int]]:
-        """Return the block tables with ids of a tier; empty where the sequence has no blocks there."""
+        """Return the block tables with ids of a tier; empty tables if the sequence has no blocks there."""
         if tier is Tier.DEVICE:
             return self.tables
         return [[] for _ in self.tables] if self.host_tables is None else self.host_tables

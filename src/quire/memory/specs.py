@@ -61,7 +61,7 @@ class KVCacheSpec(Protocol):
         """Number of blocks after which the alignment of live tokens to blocks repeats."""
 
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the most blocks held at once on the way to `num_tokens` tokens, `step_tokens` a step at most."""
+        """Return the maximum number of blocks held at once up to `num_tokens` tokens, at most `step_tokens` a step."""
 
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the longest prefix, in blocks and at most `limit`, whose live blocks are all published."""
@@ -152,7 +152,7 @@ class SlidingWindow(TokenSpec):
         return (block_idx + 1) * self.block_size + self.window - 1
 
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the most blocks that `window - 1` tokens and a step touch, in any alignment to blocks.
+        """Return the maximum number of blocks that `window - 1` tokens and a step touch, in any alignment to blocks.
 
         A run of `L` tokens touches at most `ceil((L - 1) / block_size) + 1` blocks; the maximum is reached as soon as
         that many blocks exist.
@@ -189,10 +189,10 @@ class ChunkedLocal(TokenSpec):
         return -(-(block_idx + 1) * self.block_size // self.chunk) * self.chunk
 
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the most blocks that any chunk touches, together with a whole step that begins at its last token.
+        """Return the maximum number of blocks that a chunk and a whole step from its last token on touch.
 
-        The alignment of chunks to blocks repeats, and of the chunks that `num_tokens` cuts short the first is the
-        longest: so only a few chunks are checked.
+        Only a few chunks are checked: the alignment of chunks to blocks repeats, and the first chunk that `num_tokens`
+        cuts short is the longest of those.
         """
         size = self.block_size
         run = self.chunk - 1 + step_tokens
@@ -211,7 +211,7 @@ class RecurrentState:
     """A query reads the state after all tokens before it, and nothing else; one block is one state.
 
     Args:
-        block_size: number of tokens between two lengths at which a state may be published; that of all groups.
+        block_size: number of tokens between two lengths at which a state may be published; the same in all groups.
         num_layers: layers whose states lie in one block.
         layer_bytes: bytes of one layer's state.
     """

@@ -33,7 +33,7 @@ class HostUsage(NamedTuple):
     """Block counts of the host tier: `used + idle + free == num_blocks` (M1); and counters since the start.
 
     Args:
-        num_blocks: number of usable blocks; see `Usage`, as for the others.
+        num_blocks: number of usable blocks; see `Usage` for more on all counts.
         used: number of blocks of swapped sequences.
         idle: number of published blocks without holders.
         free: number of other blocks.
@@ -74,14 +74,14 @@ class Usage(NamedTuple):
         idle: number of published blocks without holders, which can be hit or evicted.
         free: number of other blocks, free slabs included.
         num_sequences: number of live sequences, swapped ones included.
-        num_tokens: number of tokens with slots on the device, those of a shared block counted for each holder.
+        num_tokens: number of tokens with slots on the device; tokens of a shared block count once for each holder.
         num_evictions: number of published blocks that were evicted.
         num_copies: number of copy-on-write copies.
         num_merges: number of duplicate blocks that were released when they filled.
         num_bytes: bytes of all slabs, without the null block.
         used_bytes: bytes of blocks with holders.
         lost_bytes: bytes of the groups' slabs that belong to no block of the group (alignment loss).
-        saved_bytes: further bytes that sequences and pins would hold if they shared no block.
+        saved_bytes: additional bytes that sequences and pins would hold if they shared no block.
         groups: counts of each cache group.
         host: usage of the host tier; None without a host tier.
     """

@@ -1,4 +1,4 @@
-"""Admission checks: the blocks that a new sequence needs of every group at its peak, against those available."""
+"""Admission checks: the number of blocks of every group that a new sequence needs at its peak, and whether they fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_admission(
     num_kept_free: int,
 ) -> AllocStatus:
     """Return OK or LATER for a new sequence that opens on a hit and grows to `num_tokens`; NEVER is excluded before."""
-    # Idle blocks of the hit become used without an allocation: `needs` has them, the counts of `check_fit` do not.
+    # Idle blocks of the hit become used without an allocation: `needs` includes them, the result of `check_fit` not.
     woken, loads = count_woken(groups, hit), count_loads(groups, hit)
     needs = []
     for group, shared, num_woken, num_loads, count in zip(groups, hit.block_ids, woken, loads, reserved, strict=True):
@@ -57,7 +57,7 @@ def count_loads(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
 
 
 def check_fit(arena: Arena, needs: Sequence[int], woken: Sequence[int], num_kept_free: int = 0) -> AllocStatus:
-    """Return OK or LATER, with the counts of the group that has the fewest blocks to spare."""
+    """Return OK or LATER, with the counts of the group with the fewest blocks left."""
     available_blocks = arena.available_blocks(needs, num_kept_free)
     left = [room - need for room, need in zip(available_blocks, needs, strict=True)]
     idx = left.index(min(left))
@@ -81,7 +81,7 @@ def never_fits(
 
 
 def refuse_blocks(arena: Arena, blocks: Sequence[int], num_slabs: int) -> AllocStatus | None:
-    """Return NEVER if the given number of blocks of each group fill more than `num_slabs` slabs; else None."""
+    """Return NEVER if `blocks`, the number of blocks of each group, fill more than `num_slabs` slabs; else None."""
     filled = arena.layout.filled(blocks)
     if sum(filled) <= num_slabs:
         return None
@@ -110,14 +110,14 @@ def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceBlock
     for idx, group in enumerate(groups):
         tables = [state.tables[idx] for state in states]
         holders = Counter(chain.from_iterable(tables))
-        # Null entries are not lost, nor are blocks with other holders.
+        # Null entries and blocks with other holders are not lost.
         del holders[NULL_BLOCK]
         own = {block_id for block_id, count in holders.items() if group.pool.ref_counts[block_id] == count}
         freed_bytes += len(own) * group.spec.bytes_per_block
         for state_idx, table in enumerate(tables):
             first = next((block_idx for block_idx, block_id in enumerate(table) if block_id in own), len(table))
             if group.spec.is_recurrent and first < len(table):
-                # Without its only state, all tokens of the sequence are lost.
+                # Without the only state, all tokens of the sequence are lost.
                 first = 0
             num_left[state_idx] = min(num_left[state_idx], first * group.spec.block_size)
     return Release(freed_bytes, sum(state.num_computed for state in states) - sum(num_left))

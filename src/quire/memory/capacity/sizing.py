@@ -1,6 +1,6 @@
-"""The number and lengths of sequences that fit into a KV cache of given bytes, without an engine: arithmetic only.
+"""The number and lengths of sequences that fit into a KV cache of some size, without an engine: arithmetic only.
 
-It uses the manager's specs and slab layout, so that a plan and the engine built from it agree to the byte:
+It uses the manager's specs and slab layout, so that a plan and the engine that is built from it agree to the byte:
 
 ```
  budget  ->  arena_bytes  ->  SlabLayout  ->  blocks of each group  ->  sequences at once, the longest sequence
@@ -35,9 +35,9 @@ class Shortage(NamedTuple):
 
 
 def arena_bytes(specs: Sequence[KVCacheSpec], num_blocks: int) -> int:
-    """Return the bytes that all groups share: `num_blocks` blocks of each token group, and its null block.
+    """Return the bytes of the arena: `num_blocks` blocks and a null block of each token group.
 
-    States of recurrent groups lie in the same bytes.
+    States of recurrent groups are in the same bytes.
     """
     return (num_blocks + 1) * tokens_bytes(specs)
 
@@ -48,7 +48,7 @@ def tokens_bytes(specs: Sequence[KVCacheSpec]) -> int:
 
 
 def least_host_bytes(specs: Sequence[KVCacheSpec]) -> int:
-    """Return the fewest bytes of a host tier: null blocks, and a slab or a block of every group, whichever is more."""
+    """Return the minimum bytes of a host tier: null blocks, and a slab or a block of every group, whichever is more."""
     units = [spec.bytes_per_block for spec in specs]
     return max(2 * sum(units), lay_out(units, num_slabs=1).num_bytes)
 
@@ -65,9 +65,9 @@ def peak_blocks_per_group(
     """Return each group's number of blocks at the peak of a sequence alone, one token a step; None if it fits.
 
     A peak is a length at which a new block has just begun. Full attention only grows; windows and chunks repeat with a
-    period: so the last period of such lengths is checked, and nothing where the sum of the groups' peaks fits. Several
-    sequences with a common prefix (beams) leave their shared blocks as windows slide: their peak is in the last period
-    too, or where they diverge.
+    period: so the last period of such lengths is checked, and nothing if the sum of the groups' peaks fits. Several
+    sequences with a common prefix (beams) leave their shared blocks as windows slide: their peak is also in the last
+    period, or at the end of the prefix.
     """
     if layout.num_filled([width * spec.peak_blocks(num_tokens, 1) for spec in specs]) <= num_slabs:
         return None
@@ -95,7 +95,7 @@ def _held_at(spec: KVCacheSpec, num_computed: int, width: int, num_shared: int) 
 
 
 def sequence_bytes(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
-    """Return the most bytes that a sequence holds on its way to `num_tokens` tokens, one token a step."""
+    """Return the bytes of each group's peak, summed, for a sequence that grows to `num_tokens`, one token a step."""
     return sum(spec.peak_blocks(num_tokens, 1) * spec.bytes_per_block for spec in specs)
 
 
@@ -120,11 +120,11 @@ def most_bytes(specs: Sequence[KVCacheSpec], num_tokens: int, num_seqs: int, int
 
 @dataclass(frozen=True, slots=True)
 class ArenaSizing:
-    """The cache groups of a model in an arena of a given size.
+    """The cache groups of a model in an arena of some size.
 
     Args:
         specs: specs of the groups, with one block size.
-        layout: layout of the arena; without slabs where the bytes hold none.
+        layout: layout of the arena; without slabs if the bytes hold none.
     """
 
     specs: tuple[KVCacheSpec, ...]
@@ -152,15 +152,15 @@ class ArenaSizing:
         return tuple(count * self.layout.num_slabs for count in self.layout.blocks_per_slab)
 
     def concurrency(self, num_tokens: int, *, step_tokens: int = 1, num_kept_free: int = 0) -> int:
-        """Return how many sequences of `num_tokens` tokens admission lets run at once, none of them sharing a block.
+        """Return how many sequences of `num_tokens` tokens, without shared blocks, admission lets run at once.
 
         The last one's prompt is computed in chunks of `step_tokens`, for which a windowed group holds more blocks; the
-        others decode a token a step. One alone may take all memory, in shorter steps. Where a window or chunk
-        begins at a block boundary, sequences hold less, and more of them may run for a while.
+        others decode one token a step. One sequence alone may take all memory, in shorter steps. While windows or
+        chunks begin at block boundaries, sequences hold less, and more of them may run.
 
         Args:
             num_tokens: length that each sequence reaches.
-            step_tokens: greatest number of tokens of a step.
+            step_tokens: maximum number of tokens of a step.
             num_kept_free: number of slabs that an admission leaves free while other sequences live (the watermark).
         """
         if self.shortage(num_tokens) is not None:
@@ -169,7 +169,7 @@ class ArenaSizing:
         peaks = [spec.peak_blocks(num_tokens, step_tokens) for spec in self.specs]
         num_slabs = self.layout.num_slabs - num_kept_free
         most = max(1, *self.num_blocks)
-        # The least number of other sequences with which one more does not fit.
+        # The maximum number of other sequences beside which one more fits.
         num_others = bisect_left(
             range(1, most + 1),
             True,
@@ -182,7 +182,7 @@ class ArenaSizing:
         return self.layout.num_filled([num_others * each + peak for each, peak in zip(held, peaks, strict=True)])
 
     def shortage(self, num_tokens: int) -> Shortage | None:
-        """Return why a sequence alone, one token a step, could not reach a length; None where it can."""
+        """Return why a sequence alone, one token a step, could not reach a length; None if it can."""
         worst = peak_blocks_per_group(self.specs, num_tokens, self.layout, self.layout.num_slabs)
         if worst is None:
             return None
@@ -190,7 +190,7 @@ class ArenaSizing:
         return Shortage(held.index(max(held)), self.layout.num_filled(worst), self.layout.num_slabs)
 
     def longest(self, limit: int) -> int:
-        """Return the length of the longest sequence, at most `limit`, that fits alone; 0 where none fits."""
+        """Return the length of the longest sequence, at most `limit`, that fits alone; 0 if none fits."""
         return bisect_left(range(1, limit + 1), True, key=lambda length: self.shortage(length) is not None)
 
     def bytes_for(self, num_tokens: int) -> int:

@@ -60,11 +60,11 @@ class TieredView:
         return end - 1 - found[::-1].index(NULL_BLOCK) if NULL_BLOCK in found else -1
 
     def block_ids(self, start: int, end: int) -> tuple[int, ...]:
-        """Return the blocks of `[start, end)`, all known to be published; null for those on the host only."""
+        """Return the blocks of `[start, end)`, all known to be published; null for blocks on the host only."""
         return tuple(self._device.published(self._chain, start, end)) if start < end else ()
 
     def host_blocks(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return (block index, host block) of the blocks in `[start, end)`, all published, that only the host has."""
+        """Return (block index, host block) of blocks on the host only, among `[start, end)`, all published."""
         if start >= end:
             return []
         here, there = (index.published(self._chain, start, end) for index in (self._device, self._host))
@@ -72,18 +72,18 @@ class TieredView:
         return [(idx, host_id) for idx, (block_id, host_id) in pairs if block_id == NULL_BLOCK]
 
     def _found(self, start: int, end: int) -> list[int]:
-        """Return blocks of either tier that hold the chain's blocks `[start, end)`, the null block where none does."""
+        """Return the published block of either tier for each of the chain's blocks `[start, end)`; null for none."""
         here, there = (index.published(self._chain, start, end) for index in (self._device, self._host))
         return [block_id or host_id for block_id, host_id in zip(here, there, strict=True)]
 
 
 class PrefixRun(NamedTuple):
-    """A prefix of whole blocks, of which all live blocks are published.
+    """A prefix of whole blocks whose live blocks are all published.
 
     Args:
         num_blocks: number of blocks of the prefix.
-        block_ids: blocks of each cache group; null where the group does not read them, and where they are on the host.
-        group_idx: cache group that limits the length of the prefix; None where only the given limit does.
+        block_ids: blocks of each cache group; null for blocks that the group does not read, or that are on the host.
+        group_idx: cache group that limits the length of the prefix; None if only the caller's limit does.
         loads: blocks that are only on the host.
     """
 
@@ -98,9 +98,9 @@ def find_prefix(
 ) -> PrefixRun:
     """Find the longest prefix of whole blocks whose live blocks are published in every group, on either tier.
 
-    Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
-    need blocks of a window that a longer one does not. Recurrent groups come last, so that the reason of the hit's
-    end can name them. Where no group needs any block (at the end of a chunk), the last block must be published.
+    Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may need
+    blocks of a window that a longer one does not. Recurrent groups come last, so that the reason of the hit's end can
+    name them. If no token group needs any block (at the end of a chunk), the last block must be published.
     """
     size = groups[0].spec.block_size
     tiers = zip(groups, host_groups, strict=True) if host_groups else ()

@@ -1,8 +1,8 @@
 """The host tier: blocks of swapped sequences, and published blocks that were evicted from the device.
 
-It has an arena of its own with the device's block sizes, so its blocks are held, published, hit and evicted by the
-same rules. A published device block is copied to the host when it is evicted (*demoted*), if the host has room for it
-after evicting idle blocks of its own.
+It has its own arena with the device's block sizes, so its blocks are held, published, hit and evicted by the same
+rules. A published device block is copied to the host when it is evicted (*demoted*), if the host has room for it after
+evicting its own idle blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HostSink:
     def keep(self, block_ids: Sequence[int]) -> None:
         """Copy published blocks that are about to be evicted to the host, as long as it has room.
 
-        A block that is published on the host already becomes the most recently used there, without a copy. Tails and
+        A block that is already published on the host becomes the most recently used there, without a copy. Tails and
         blocks of low retention priority are not copied.
         """
         arena, idx, low = self._host.arena, self._group_idx, self._pool.idle.queues[RetentionPriority.LOW]

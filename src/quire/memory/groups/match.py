@@ -1,4 +1,4 @@
-"""The longest prefix hit: whole blocks in all groups, part of one more, and why it ends there."""
+"""The longest prefix hit: whole blocks in all groups, part of one more, and the reason of its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_hit(
     *,
     keeps_all: bool = False,
 ) -> PrefixHit:
-    """Find the longest hit of whole blocks, and extend it into the published block with most of the next tokens.
+    """Find the longest hit of whole blocks, and extend it into the published block with the most of the next tokens.
 
     A longer hit never needs more of the earlier blocks than a shorter one, so every hit of whole blocks may be
     extended.
@@ -30,7 +30,7 @@ def find_hit(
     limit = most if max_tokens is None else max(0, min(most, max_tokens))
     run = find_prefix(groups, chain, limit // size, host_groups)
     start = run.num_blocks * size
-    # States exist for whole blocks only; with recurrent groups, the token groups still tell where the prompt differs.
+    # States exist for whole blocks only; with recurrent groups, the token groups still give the first different token.
     token_groups = [group for group in groups if not group.spec.is_recurrent]
     next_one = None
     if token_groups and start < limit:

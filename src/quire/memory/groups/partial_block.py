@@ -11,8 +11,8 @@ Nothing is copied when a sequence opens on such a block: the sequence holds it l
 write, before the first token after the used ones. Only a tail that is used whole and has no other holder is continued
 in place.
 
-Placeholder tokens do not identify their media. So a block with media is used, in part too, only where the prompt's
-block has the same content, media included; and placeholder tokens are never published as a tail.
+Placeholder tokens do not identify their media. So a block with media is used, even in part, only if the prompt's block
+has the same content, media included; and placeholder tokens are never published as a tail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.prefix.token_chain import TOKEN_BYTES, TokenChain, num_common
 from quire.memory.sequence_blocks import SequenceBlocks
 
-# Greatest number of candidates compared, the most recent ones: after a common first block there may be thousands.
+# Maximum number of candidates compared, the most recent ones: after a common first block there may be thousands.
 MAX_CANDIDATES = 32
 
 
@@ -37,7 +37,7 @@ class PartialMatch(NamedTuple):
         num_tokens: number of its leading tokens that equal the chain's next tokens.
         content: content of the block.
         block_ids: block of each group.
-        position: position where the blocks are published; None where they are not yet.
+        position: position where the blocks are published; None if they are not published yet.
     """
 
     num_tokens: int
@@ -49,10 +49,10 @@ class PartialMatch(NamedTuple):
 def longest_partial_match(
     groups: Sequence[CacheGroup], chain: TokenChain, num_blocks: int, content: bytes
 ) -> PartialMatch | None:
-    """Return the published block after a chain's leading blocks that has most leading tokens in common with a content.
+    """Return the published block after a chain's leading blocks with the longest common prefix with a content.
 
-    Of several it is the most recent one. After at least one block it may have no token in common. Tokens are compared;
-    the tree position guarantees that the earlier blocks are equal (M4).
+    Of several such blocks it is the most recent one. After at least one block, it may have no token in common. Tokens
+    are compared; the tree position guarantees that the earlier blocks are equal (M4).
     """
     cursor = groups[0].pool.index.tree.match(chain, num_blocks)
     if not cursor.nodes or cursor.num_known < num_blocks:
@@ -100,8 +100,8 @@ def publish_tail(groups: Sequence[CacheGroup], state: SequenceBlocks) -> NodePos
 def tail_of(groups: Sequence[CacheGroup], state: SequenceBlocks) -> PartialMatch | None:
     """Return the block that will have the tokens of a sequence's partly filled last block once the sequence ends.
 
-    It is a published block that has all of them, or else the sequence's own, to be published. None where the last block
-    is full, has media, has other holders (which may write to it), or is published already.
+    It is a published block with all of these tokens, or else the sequence's own block, to be published. None if the
+    last block is full, has media, has other holders (which may write to it), or is already published.
     """
     size = groups[0].spec.block_size
     block_idx, num_tokens = divmod(state.num_computed, size)
@@ -120,6 +120,6 @@ def tail_of(groups: Sequence[CacheGroup], state: SequenceBlocks) -> PartialMatch
 
 
 def _in_every_group(groups: Sequence[CacheGroup], position: NodePosition) -> tuple[int, ...]:
-    """Return the block of each group that is published at a position; empty where a group has none."""
+    """Return the block of each group that is published at a position; empty if a group has none."""
     block_ids = tuple(group.pool.index.at(position) for group in groups)
     return () if NULL_BLOCK in block_ids else block_ids

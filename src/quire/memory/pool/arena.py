@@ -1,9 +1,9 @@
 """The arena: one range of bytes that all cache groups share, in slabs.
 
 A group that needs blocks gets, in this order: a free slab; the blocks that have been idle for longest, its own or, in
-whole slabs, another group's; and where another group's free blocks are scattered over its slabs (fragmentation), that
-group compacts them and returns a slab. So capacity depends only on the number of slabs that used blocks fill when they
-are packed densely. `fits` adds these up: its answer is exact.
+whole slabs, another group's; and a slab of another group whose free blocks are scattered over its slabs
+(fragmentation), after that group has compacted them. So capacity depends only on the number of slabs that used blocks
+fill when they are packed densely. `fits` adds these up: its answer is exact.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Arena:
         self.tier = tier
         self.retention = retention or Retention(layout, 0)
         self.pools = tuple(pools)
-        # In every group a slab is one block.
+        # True if a slab is one block in every group.
         self._is_uniform = set(layout.blocks_per_slab) == {1}
         # A stack with the lowest slab on top.
         self.free_slabs = list(range(layout.num_slabs - 1, -1, -1)) if len(pools) > 1 else []
@@ -69,7 +69,7 @@ class Arena:
         return -(-num_blocks // self.layout.blocks_per_slab[group_idx])
 
     def fits(self, needs: Sequence[int]) -> bool:
-        """Return whether every group can take `needs` more blocks."""
+        """Return whether all groups together can take `needs` more blocks."""
         # Free blocks in a group's own slabs need no further slab.
         for need, pool in zip(needs, self.pools, strict=True):
             if need > len(pool.free):
@@ -83,8 +83,8 @@ class Arena:
     def available_blocks(self, needs: Sequence[int], num_kept_free: int = 0) -> list[int]:
         """Return for each group the number of blocks that it could still take if all other groups took their needs.
 
-        `fits(needs)` is True exactly where no group needs more than that. The number is negative where the other
-        groups' needs alone exceed the memory.
+        With `num_kept_free` 0, `fits(needs)` is True if and only if no group needs more than that. The number is
+        negative if the other groups' needs alone exceed the memory.
         """
         num_slabs = self.layout.num_slabs - num_kept_free
         if self._is_uniform:
@@ -102,10 +102,10 @@ class Arena:
         return self.layout.filled([pool.num_used + need for pool, need in zip(self.pools, needs, strict=True)])
 
     def reclaim(self, own_idx: int, num_blocks: int) -> None:
-        """Evict idle blocks for a group that lacks blocks: its own, and those of idle slabs of other groups.
+        """Evict idle blocks for a group that lacks blocks: its own blocks, and the blocks of other groups' idle slabs.
 
-        Blocks of the lowest retention priority are evicted first, of these the ones that have been idle for longest.
-        Where no block is idle, another group compacts a slab: its used blocks move to other slabs.
+        Blocks are evicted by retention priority, the lowest first, then by the time for which they have been idle. If
+        no block is idle, another group compacts a slab: its used blocks move to other slabs.
         """
         own, per_slab = self.group_slabs[own_idx], self.layout.blocks_per_slab[own_idx]
         # An eviction policy may evict a younger block before an older one.

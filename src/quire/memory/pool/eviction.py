@@ -44,7 +44,7 @@ class LowestRank:
 
     __slots__ = ("_clock", "_first", "_heap", "_hits", "_idle", "_rank")
 
-    # Number of heap entries, beyond four for each idle block, from which on stale entries are dropped.
+    # Stale entries are dropped above this number of heap entries, in addition to four for each idle block.
     MOST_STALE = 4096
 
     def __init__(self, rank: Callable[[int, int, int], Rank]) -> None:
@@ -57,7 +57,7 @@ class LowestRank:
         self._heap: list[tuple[Rank, int]] = []
 
     def add(self, block_ids: Sequence[int]) -> None:
-        """Take in blocks that have just become idle."""
+        """Add blocks that have just become idle."""
         for block_id in block_ids:
             self._clock += 1
             first = self._first.setdefault(block_id, self._clock)
@@ -69,19 +69,19 @@ class LowestRank:
             heapify(self._heap)
 
     def discard(self, block_ids: Sequence[int]) -> None:
-        """Let go of blocks that were hit."""
+        """Remove blocks that were hit, and count the hits."""
         for block_id in block_ids:
             del self._idle[block_id]
             self._hits[block_id] = self._hits.get(block_id, 0) + 1
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Forget all about blocks."""
+        """Remove blocks with their history."""
         for block_id in block_ids:
             for known in (self._first, self._hits, self._idle):
                 known.pop(block_id, None)
 
     def victims(self, count: int) -> list[int]:
-        """Return the blocks that are next."""
+        """Return the next blocks to evict, in order."""
         idle, heap = self._idle, self._heap
         chosen: list[tuple[Rank, int]] = []
         while len(chosen) < count:
@@ -122,20 +122,20 @@ class SegmentedLru:
                 self._probation[oldest] = None
 
     def discard(self, block_ids: Sequence[int]) -> None:
-        """Let go of blocks that were hit."""
+        """Remove blocks that were hit; they are protected when they become idle again."""
         for block_id in block_ids:
             del (self._protected if block_id in self._protected else self._probation)[block_id]
             self._was_hit.add(block_id)
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Forget all about blocks."""
+        """Remove blocks with their history."""
         for block_id in block_ids:
             self._protected.pop(block_id, None)
             self._probation.pop(block_id, None)
             self._was_hit.discard(block_id)
 
     def victims(self, count: int) -> list[int]:
-        """Return the blocks that are next."""
+        """Return the next blocks to evict, in order."""
         return list(islice(self, count))
 
     def __len__(self) -> int:
@@ -152,11 +152,11 @@ def first_in_first_out() -> EvictionPolicy:
 
 
 def least_frequently_used() -> EvictionPolicy:
-    """Evict the block with the fewest hits, of those the one that has been idle for longest."""
+    """Evict the block with the fewest hits, and of several the one that has been idle for longest."""
     return LowestRank(lambda _first, hits, now: (hits, now))
 
 
-# By name; None is least recently used: `IdleQueue` has the order in which blocks became idle anyway.
+# By name; None is least recently used: `IdleQueue` already has the order in which blocks became idle.
 EVICTION_POLICIES: dict[str, PolicyMaker | None] = {
     "lru": None,
     "fifo": first_in_first_out,

@@ -6,8 +6,8 @@
  evicted last    HIGH     blocks of ended sequences with `retain_cache`
 ```
 
-Blocks of one retention priority are evicted in the order of the eviction policy; those of `LOW` by age under every
-policy. Until then all of them can be hit. The arena orders the blocks of several groups by priority, then by age.
+Blocks of one retention priority are evicted in the order of the eviction policy; blocks of priority `LOW` by age under
+every policy. Until then all of them can be hit. The arena orders the blocks of several groups by priority, then by age.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.memory.pool.retention import Retention
 
 
 class RetentionPriority(IntEnum):
-    """The retention priority of an idle block: blocks of a lower one are evicted first."""
+    """The retention priority of an idle block: blocks of lower priority are evicted first."""
 
     LOW = 0
     DEFAULT = 1

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import compress
 
-# Number of entries, beyond four for each ID in the queue, from which on entries of removed IDs are swept.
+# Entries of removed IDs are swept above this number of entries, in addition to four for each ID in the queue.
 MOST_STALE = 4096
 
 
 class Ticker:
-    """A logical clock: each tick is greater than all before. Queues that share it have comparable ticks."""
+    """A logical clock: each tick is greater than all before. Ticks of queues that share it can be compared."""
 
     __slots__ = ("now",)
 
@@ -54,7 +54,7 @@ class IdleQueue:
 
     def __init__(self, clock: Ticker | None = None) -> None:
         self._clock = clock or Ticker()
-        # By ID: the name of its batch, 0 where it is not in the queue.
+        # By ID: the name of its batch, 0 if it is not in the queue.
         self._batch_of: list[int] = []
         # By name, the oldest first. The name is the first tick plus 1.
         self._batches: dict[int, _Batch] = {}
@@ -98,7 +98,7 @@ class IdleQueue:
         self._num_listed += len(numbers)
 
     def discard(self, numbers: Sequence[int]) -> int:
-        """Remove those of the IDs that are in the queue; return their number."""
+        """Remove IDs, ignoring IDs that are not in the queue; return the number of removed ones."""
         batch_of, batches = self._batch_of, self._batches
         try:
             names = [batch_of[number] for number in numbers]
@@ -124,7 +124,7 @@ class IdleQueue:
         return len(numbers)
 
     def members(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return those of the IDs that are in the queue."""
+        """Return the IDs that are in the queue, in their order."""
         batch_of = self._batch_of
         try:
             names = [batch_of[number] for number in numbers]

@@ -36,7 +36,7 @@ class MultiBlockSlabs:
         return list(self.used)
 
     def is_scattered(self) -> bool:
-        """Return whether the used blocks would fill fewer slabs; called where no block is idle."""
+        """Return whether the used blocks would fill fewer slabs; called if no block is idle."""
         return len(self.used) > self._supply.num_slabs_for(self.group_idx, self.pool.num_used)
 
     # ---- called by the pool ----
@@ -158,7 +158,7 @@ class MultiBlockSlabs:
                 self._settle(slab)
 
     def _settle(self, slab: int, moment: int | None = None) -> bool:
-        """Put a slab into the queue of idle slabs that its counts call for, or into no queue."""
+        """Move a slab to the queue of idle slabs that its counts require, or to none; return whether it is empty."""
         priority = None
         is_empty = not self.used[slab]
         if is_empty:

@@ -1,4 +1,4 @@
-"""The blocks of one cache group in one tier: used, idle and free ones.
+"""The used, idle and free blocks of one cache group in one tier.
 
 For models with one cache group, this file, `idle_blocks` and `idle_queue` are the whole pool.
 """
@@ -29,7 +29,7 @@ class BlockPool:
         index: published blocks; it has as many ids as the group's view of the memory, the null block included.
         idle: idle blocks of the group, empty.
         free: initial free blocks.
-        clock: clock of the ticks at which blocks become idle; the same as that of `idle`.
+        clock: clock of the ticks at which blocks become idle; the clock of `idle`.
 
     Attributes:
         index, idle: the arguments of these names.
@@ -186,7 +186,7 @@ class BlockPool:
                 self.source.on_reprioritise(old, new)
 
     def evict(self, block_ids: Sequence[int]) -> list[Part]:
-        """Remove idle blocks from the index; return them by retention priority. The caller reuses or frees them."""
+        """Unpublish idle blocks; return them by retention priority. The caller reuses or frees them."""
         if self.observer is not None:
             self.observer.on_evict(block_ids)
         if self.recent is not None:
@@ -209,12 +209,12 @@ class BlockPool:
         self._empty(list(self.idle))
 
     def discard(self, block_ids: Sequence[int]) -> None:
-        """Free idle blocks whose contents are not those of the tokens that they are published for."""
+        """Free idle blocks whose contents do not match their published tokens."""
         self.index.remove(block_ids)
         self._empty(block_ids)
 
     def _empty(self, block_ids: Sequence[int]) -> None:
-        """Make idle blocks free, which are no longer published."""
+        """Free idle blocks that are no longer published."""
         parts = self.idle.remove(block_ids)
         self.free += block_ids
         if self.source is not None and parts:

@@ -9,7 +9,7 @@ from quire.memory.pool.idle_blocks import Part
 
 
 class BlockSource(Protocol):
-    """Source of blocks for a pool that shares an arena with others; it receives every change of the blocks' states."""
+    """Source of blocks for a pool that shares an arena with others; it receives every change of a block's state."""
 
     def reserve(self, count: int) -> None:
         """Make `count` blocks of the pool free."""

@@ -12,7 +12,7 @@ from quire.memory.pool.slab_layout import SlabLayout
 
 
 class Retention:
-    """The published blocks of all groups with the retention hint; beyond the limit, the oldest hints are dropped."""
+    """The published blocks of all groups with a retention hint; beyond the limit, the oldest hints are dropped."""
 
     __slots__ = ("_layout", "_order", "limit", "num_bytes", "of_group")
 
@@ -36,11 +36,11 @@ class Retention:
         self._order.clear()
 
     def hints(self) -> Iterator[tuple[int, int]]:
-        """Yield (group, block) of each block with the hint, that of the oldest hint first."""
+        """Yield (group, block) of each block with the hint, the oldest hint first."""
         return iter(self._order)
 
     def add(self, group_idx: int, block_id: int) -> list[tuple[int, int]]:
-        """Give a block the hint, or renew the hint that it has."""
+        """Give a block the hint, or renew its hint; return (group, block) of each hint dropped to keep the limit."""
         if block_id in self.of_group[group_idx]:
             self._order.move_to_end((group_idx, block_id))
             return []

@@ -1,4 +1,4 @@
-"""Slabs of a group whose blocks fill a slab each: the state of a block is the state of its slab."""
+"""Slabs of a group whose blocks each fill a slab: the state of a block is the state of its slab."""
 
 from __future__ import annotations
 

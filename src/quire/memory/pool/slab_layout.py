@@ -1,4 +1,4 @@
-"""Byte layout of slabs and blocks in the one range that all cache groups share: arithmetic, nothing else.
+"""Byte layout of slabs and blocks in the range that all cache groups share: arithmetic only.
 
 ```
  bytes      | null |<----- slab 0 ----->|<----- slab 1 ----->|<----- slab 2 ----->| rest |
@@ -7,8 +7,8 @@
 ```
 
 Each group sees the whole range as an array of its own blocks: block `i` is the bytes `[i * b, (i + 1) * b)`. A slab is
-lent to one group at a time, and its blocks are those of the group's view that lie wholly inside it. So ids need no
-table, no group is padded to another's block size, and a slab that a group returns is usable for any block size.
+assigned to one group at a time, and its blocks are the blocks of the group's view that lie entirely inside it. So ids
+need no table, no group is padded to another's block size, and a returned slab is usable for any block size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import count
 from math import gcd
 from typing import NamedTuple
 
-# Greatest share of a slab that may be lost to alignment, before its first block and after its last.
+# Maximum share of a slab that may be lost to alignment, before its first block and after its last.
 MOST_ALIGNMENT_LOSS = 0.01
 
 
@@ -137,7 +137,7 @@ def _smallest_slab(block_bytes: Sequence[int]) -> tuple[int, int]:
 
 
 def slab_loss(slab_bytes: int, first_byte: int, block_bytes: int) -> int:
-    """Return the most bytes of a slab that blocks of a size leave unused: before the first and after the last."""
+    """Return the maximum bytes of a slab that blocks of a size leave unused: before the first and after the last."""
     if slab_bytes % block_bytes == 0 and first_byte % block_bytes == 0:
         return 0
     # The offset of a slab from the start of a block is a multiple of `grain` bytes.

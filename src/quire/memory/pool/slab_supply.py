@@ -50,9 +50,9 @@ class GroupSlabs(BlockSource, Protocol):
     Attributes:
         group_idx: index of the group.
         pool: pool of the group.
-        used: slab -> number of its blocks with holders, where a slab has several blocks.
+        used: slab -> number of its blocks with holders; empty if a slab is one block.
         idle_slabs: slabs without used blocks, by the highest retention priority of their idle blocks, in the order in
-            which they became idle; the blocks themselves where a slab is one block.
+            which they became idle; the idle blocks instead if a slab is one block.
     """
 
     @property
@@ -72,7 +72,7 @@ class GroupSlabs(BlockSource, Protocol):
         """Return the slabs that the group has, in no order."""
 
     def is_scattered(self) -> bool:
-        """Return whether the used blocks would fill fewer slabs; called where no block is idle."""
+        """Return whether the used blocks would fill fewer slabs; called if no block is idle."""
 
     def return_idle_slabs(self, count: int) -> None:
         """Evict the blocks of the idle slabs that are first in order, and return the slabs to the arena."""

@@ -35,7 +35,7 @@ class MediaSpan(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after the last one of the span."""
+        """Position after the last position of the span."""
         return self.start + self.num_tokens
 
     def entry(self, start: int, end: int) -> bytes:

@@ -38,7 +38,7 @@ class PublishedBlocks:
     def __init__(self, tree: RadixTree, pool_idx: int, num_ids: int) -> None:
         self.tree = tree
         self._pool_idx = pool_idx
-        # Node of each block, None where it is not published, and the position in that node.
+        # Node of each block, None if it is not published, and the position in that node.
         self._nodes: list[RadixNode | None] = [None] * num_ids
         self._positions = [0] * num_ids
         self._num_published = 0
@@ -63,17 +63,17 @@ class PublishedBlocks:
         return node.block_at(self._pool_idx, position)
 
     def position_of(self, block_id: int) -> NodePosition | None:
-        """Return the position where a block is published, None when it is not."""
+        """Return the position where a block is published, None if it is not published."""
         node = self._nodes[block_id]
         return None if node is None else (node, self._positions[block_id])
 
     def content_of(self, block_id: int) -> bytes | None:
-        """Return the content of a published block, None when it is not published."""
+        """Return the content of a block, None if it is not published."""
         node = self._nodes[block_id]
         return None if node is None else node.content(self._positions[block_id])
 
     def nodes(self) -> list[RadixNode | None]:
-        """Return the node of each block, None where the block is not published."""
+        """Return the node of each block, None for a block that is not published."""
         return self._nodes.copy()
 
     def block_ids(self) -> list[int]:
@@ -81,7 +81,7 @@ class PublishedBlocks:
         return [block_id for block_id in range(len(self._nodes)) if block_id in self]
 
     def split(self, block_ids: Sequence[int]) -> tuple[Sequence[int], list[int]]:
-        """Return the blocks that are published, and those that are not."""
+        """Return the published blocks, and the other ones."""
         nodes = self._nodes
         if None not in {nodes[block_id] for block_id in block_ids}:
             return block_ids, []
@@ -93,7 +93,7 @@ class PublishedBlocks:
         return ChainView(self, chain, num_blocks)
 
     def published(self, chain: TokenChain, start: int, end: int) -> list[int]:
-        """Return the published blocks for a chain's full blocks `[start, end)`; the null block where none is."""
+        """Return the published block for each of a chain's full blocks `[start, end)`; the null block for none."""
         found: list[int] = []
         for node, first, last in self.tree.match(chain, end).ranges(start, end):
             found += node.blocks[self._pool_idx][first:last]
@@ -112,12 +112,12 @@ class PublishedBlocks:
     # ---- commands ----
 
     def put(self, where: NodePosition, block_id: int) -> None:
-        """Publish a block at a position where the pool has none."""
+        """Publish a block at a position without a block of the pool."""
         node, position = where
         self._put(node, position, (block_id,))
 
     def put_ranges(self, ranges: Iterable[tuple[RadixNode, int, int]], block_ids: Sequence[int]) -> None:
-        """Publish consecutive blocks at positions where the pool has none."""
+        """Publish consecutive blocks at positions without a block of the pool."""
         start = 0
         for node, first, last in ranges:
             self._put(node, first, block_ids[start : start + last - first])
@@ -147,7 +147,7 @@ class PublishedBlocks:
             node.replace(self._pool_idx, position, dst_id)
 
     def clear(self) -> None:
-        """Unpublish all blocks; the owner of the tree clears the tree, too."""
+        """Unpublish all blocks; the owner of the tree also clears the tree."""
         self._nodes = [None] * self.num_ids
         self._num_published = 0
         if self.observer is not None:

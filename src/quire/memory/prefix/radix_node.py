@@ -17,7 +17,7 @@ class TreeLayout(NamedTuple):
     Args:
         block_bytes: bytes of one block's token ids.
         num_pools: number of pools that publish blocks in the tree.
-        child_index_pool: index of the pool whose children are indexed; None where child look-ups are not needed.
+        child_index_pool: index of the pool whose children are indexed; None if child look-ups are not needed.
     """
 
     block_bytes: int
@@ -38,16 +38,16 @@ class RadixNode:
         name: key under which the node is found: the namespace of a root, else `name_of_branch` of its first block.
 
     Attributes:
-        namespace: encoded namespace, which is the root's name; kept when the node is removed.
+        namespace: encoded namespace, which is the root's name; it stays when the node is removed.
         length: number of blocks; 0 for a root.
         data: token ids of the blocks, as bytes.
         entries: position -> media entries of the block.
-        blocks: published block of each pool at each position; 0, or no item, where none is published.
+        blocks: published block of each pool at each position; 0, or no item, for none.
         num_published: number of published blocks of all pools.
         branches: position -> nodes whose first block is an alternative at that position, by their names.
         children: position -> nodes (this one included) with a published block there, mapped to that block's first
             token; the most recently published last. Only positions with a branch and a published block.
-        never_published: positions where no block was ever published.
+        never_published: positions at which no block was published since they were added.
         version: counter, incremented when positions are dropped and when the node is removed.
     """
 
@@ -97,7 +97,7 @@ class RadixNode:
 
     @property
     def is_tail(self) -> bool:
-        """Whether the node is a tail: one block that is not full."""
+        """True if the node is a tail: one block that is not full."""
         return 0 < len(self.data) < self.layout.block_bytes
 
     def content(self, position: int) -> bytes:
@@ -150,7 +150,7 @@ class RadixNode:
         return blocks[position] if position < len(blocks) else NULL_BLOCK
 
     def num_equal(self, chain: TokenChain, start: int, end: int) -> int:
-        """Return how many leading blocks of a chain's encoded blocks `[start, end)` equal this node's blocks."""
+        """Return the number of leading blocks of a chain's encoded blocks `[start, end)` that equal this node's."""
         position, size = start - self.first, self.layout.block_bytes
         count = min(end - start, self.length - position)
         mine = self.data[position * size : (position + count) * size]
@@ -174,7 +174,7 @@ class RadixNode:
 
         Args:
             position: position after a block, or 0 of a root.
-            limit: greatest number of blocks to look at.
+            limit: maximum number of blocks to look at.
             first: encoded token that the blocks must begin with, which excludes blocks with media; None for any.
         """
         children = self.children.get(position)
@@ -190,7 +190,7 @@ class RadixNode:
     # ---- commands: positions ----
 
     def add_branch(self, position: int, content: bytes) -> RadixNode | None:
-        """Add a branch without blocks, for a first block with this content; None where its name is taken."""
+        """Add a branch without blocks, for a first block with this content; None if its name is taken."""
         name = self.name_of_branch(content)
         others = self.branches.setdefault(position, {})
         if name in others:
@@ -199,7 +199,7 @@ class RadixNode:
         return node
 
     def extend(self, chain: TokenChain, start: int, end: int) -> None:
-        """Append the positions of a chain's blocks `[start, end)`, which the chain has encoded already."""
+        """Append the positions of a chain's blocks `[start, end)`, which the chain has already encoded."""
         size = self.layout.block_bytes
         self.data += chain.data[start * size : end * size]
         self.length += end - start
@@ -211,7 +211,7 @@ class RadixNode:
         """Drop the last positions, as far as they have no published block and no branch.
 
         Returns:
-            True where the node has nothing left and is to be removed; then no position is dropped.
+            True if the node has nothing left and is to be removed; then no position is dropped.
         """
         end = self.length
         if self.num_published:
@@ -234,7 +234,7 @@ class RadixNode:
     # ---- commands: published blocks ----
 
     def publish(self, pool_idx: int, start: int, block_ids: Sequence[int]) -> None:
-        """Publish a pool's blocks at the positions from `start` on, where that pool has none."""
+        """Publish a pool's blocks at the positions from `start` on, which have no block of that pool."""
         end, blocks = start + len(block_ids), self.blocks[pool_idx]
         if len(blocks) < start:
             blocks += [NULL_BLOCK] * (start - len(blocks))

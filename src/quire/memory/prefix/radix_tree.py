@@ -7,14 +7,15 @@
                     +--- [ z              a tail: the last, partly filled block of a sequence that ended
 ```
 
-A node and a position in it identify a block: the pair stands for all content from the namespace on. To match a chain,
-contents are compared, a whole node at a time. Only at a branch there is a hash look-up, by a keyed digest of the
-branch's first block, and the content of that block is compared too. So long prompts take few steps, matching computes
+A node and a position in it identify a block with all blocks before it, from the namespace on. To match a chain,
+contents are compared, a whole node at a time. Only at a branch is there a hash look-up, by a keyed digest of the
+branch's first block, and the content of that block is also compared. So long prompts take few steps, matching computes
 no digest of a whole prefix, and a collision is a miss.
 
 The tree has block ids, but no reference counts. All pools (of each cache group on each tier) share it: a node has, for
-each pool and position, the block that the pool has published there, or 0. Positions without any block stay as
-tombstones until enough later ones exist: a hit that ends there is known to end by eviction, and later blocks are found.
+each pool and position, the block that the pool has published there, or 0. Positions whose blocks were evicted stay as
+tombstones, of which at most `max_tombstones` are kept: so a hit that ends there is known to end by eviction, and later
+blocks can still be found.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class RadixTree:
     def match(self, chain: TokenChain, num_blocks: int) -> PrefixCursor:
         """Match a chain's leading blocks.
 
-        This query caches: it advances the chain's cursor, and has the chain encode the tokens that it compares.
+        This query caches: it advances the chain's cursor, and makes the chain encode the compared tokens.
         """
         cursor = chain.cursor
         if (
@@ -132,7 +133,7 @@ class RadixTree:
     def partings(self, chain: TokenChain, start: int, end: int) -> list[int]:
         """Return the prefix lengths, in blocks and in `[start, end)`, at which another path diverges from a chain's.
 
-        A tail is no path of its own: a sequence that continues it has the same path.
+        A tail is not another path: a sequence that continues it has the same path.
         """
         cursor, found = self.match(chain, end), []
         nodes = cursor.nodes
@@ -150,12 +151,15 @@ class RadixTree:
         return found
 
     def insert(self, chain: TokenChain, num_blocks: int, num_seen: int) -> int:
-        """Give a chain's leading blocks positions in the tree."""
+        """Add positions for a chain's leading blocks; return the number of blocks with one: fewer if a digest collides.
+
+        New positions before `num_seen` are marked as never published: the caller publishes no blocks there.
+        """
         cursor = self.match(chain, num_blocks)
         return num_blocks if cursor.num_known >= num_blocks else self.extend(cursor, chain, num_blocks, num_seen)
 
     def extend(self, cursor: PrefixCursor, chain: TokenChain, num_blocks: int, num_seen: int) -> int:
-        """Insert the blocks of a chain after those that `match` has found; see `insert`."""
+        """Insert the blocks of a chain after the blocks that `match` has found; see `insert`."""
         known = cursor.num_known
         if not cursor.nodes:
             self._add_root(cursor, chain.root)
@@ -175,7 +179,7 @@ class RadixTree:
         return num_blocks
 
     def insert_partial(self, chain: TokenChain, num_blocks: int, content: bytes) -> RadixNode | None:
-        """Insert a tail after a chain's leading blocks and return its node; None where a digest collides."""
+        """Insert a tail after a chain's leading blocks and return its node; None if a digest collides."""
         if self.insert(chain, num_blocks, num_blocks) < num_blocks:
             return None
         cursor = self.match(chain, num_blocks)

@@ -5,9 +5,9 @@
 ```
 
 Two blocks are equal if all of these are equal, from the first block on; `quire.memory.prefix.radix_tree` compares them.
-A *digest* identifies a block where its content is not available, on disk and in logs. It is a keyed hash of the block's
+A *digest* identifies a block if its content is not available, on disk and in logs. It is a keyed hash of the block's
 content and the digest before it. So equal digests mean equal prefixes, namespaces included, unless the hash collides; a
-look-up by digest compares contents, too.
+look-up by digest also compares contents.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class TokenChain:
         media: spans of placeholder tokens of media, also beyond the present tokens.
 
     Attributes:
-        data: token ids of the leading blocks that were encoded so far, 4 bytes each.
+        data: token ids of the leading blocks that are encoded so far, 4 bytes each.
         entries: block index -> media entries of the block.
-        cursor: positions in a prefix tree of the blocks that were matched so far; only the tree reads and sets it.
+        cursor: positions in a prefix tree of the blocks that are matched so far; only the tree reads and sets it.
 
     Raises:
         ValueError: a span begins before the first token, or is empty.
@@ -176,7 +176,7 @@ class TokenChain:
     def part(self, start: int, end: int) -> bytes:
         """Return the tokens `[start, end)` at the beginning of one block, encoded as in `content`.
 
-        With media among them, return the content of the block, or no bytes where it is not full.
+        With media among them, return the content of the block, or no bytes if the range is not a whole block.
         """
         if self.has_media(start, end):
             return self.content(start // self._block_size) if end - start == self._block_size else b""
@@ -193,7 +193,7 @@ class TokenChain:
     def truncate(self, num_tokens: int) -> None:
         """Drop the blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`.
 
-        Media belong to positions, and stay: tokens that are appended there again are their placeholders.
+        Media belong to positions, and stay: tokens that are appended there again are placeholders.
         """
         num_blocks, size = num_tokens // self._block_size, self._block_size * TOKEN_BYTES
         if num_blocks * size < len(self.data):
@@ -203,7 +203,7 @@ class TokenChain:
         del self._digests[num_blocks:]
 
     def fork(self, tokens: list[int]) -> TokenChain:
-        """Return a chain over `tokens`, a copy of this chain's tokens, with its media and what was encoded so far."""
+        """Return a chain over `tokens`, a copy of this chain's tokens, with its media, encoded blocks and digests."""
         child = TokenChain.__new__(TokenChain)
         child.tokens = tokens
         child.media = self.media

@@ -5,30 +5,28 @@ A line has the command's arguments and its result:
 ```
  a SEQ PROMPT PARTED HIT [NAME ...]
                              allocate: PROMPT tokens, diverging from others after PARTED, on a hit of HIT tokens,
-                             whose last whole block has this name (all their blocks have these names, where the whole
-                             blocks end with a window or chunk and none is needed); where HIT ends inside a block, a
-                             last name is that of the block used in part
+                             whose last whole block has this name; if HIT ends inside a block, the last name is the
+                             name of the block used in part
  s SEQ N LOOKAHEAD SLOTS     append_slots: the sequence has SLOTS slots now, unchanged if it was refused
  g GRANTED SEQ ...           append_slots, atomic: GRANTED is 1 if each got one more slot, 0 if none did
  k PARENT CHILD SLOTS        fork
  t SEQ SLOTS                 truncate
  p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
  f SEQ SLOTS COMPUTED KEPT [NAME]
-                             free: the sequence's lengths, 1 where its blocks are retained (evicted last), plus 2 where
-                             it is not sound, and the name of its published tail, or of the block that has its tokens
-                             already
+                             free: the sequence's lengths, 1 if its blocks are retained (evicted last), plus 2 if it is
+                             not sound, and the name of its published tail, or of the block that already has its tokens
  > SEQ ...                   swap_out: these sequences together
  < SEQ ...                   swap_in
  l TOKENS NAME ... GROUP:BLOCK:TICKET ...
                              archive.publish_loaded: for a hit of TOKENS tokens, with the names of all its blocks
  r                           reset_prefix_cache
- + PIN TOKENS NAME ...       pin: TOKENS tokens, with names like a hit; pins are numbered
+ + PIN TOKENS [NAME]         pin: TOKENS tokens, with the name of their last block; pins are numbered
  - PIN                       unpin
  x [GROUP:SRC>DST ...]       lost_copies.discard: the copies of an earlier take_ops, in its format
  d SEQ [GROUP:START:ID,ID]   take_table_deltas: the block ids that are sent to the data plane
  o [GROUP:SRC>DST ...]       take_ops: the copies for the data plane; an `h` follows the id of a host block, a `d` the
                              ticket or index of a disk block
- = COUNT ...                 no command: the number of commands so far, and the counts of `Usage`, then those of the
+ = COUNT ...                 no command: the number of commands so far, the counts of `Usage`, then the counts of the
                              host tier, if there is one; with the first `o` after every 256 commands, and when the last
                              sequence is freed
 ```
@@ -79,8 +77,8 @@ class MemoryRecorder(CommandObserver):
         manager: new manager, built from the settings; it reports its commands to the recorder from now on.
         settings: content of the first line.
         log: file, flushed at each `take_ops`, once a step. If a write fails (a full disk, for example), the recording
-            stops with a warning, and the manager goes on: the command had its effect already.
-        name: returns the name of a published block from its digest and content; equal for equal blocks only.
+            stops with a warning, and the manager continues: the command has already taken effect.
+        name: function from the digest and content of a published block to its name; equal for equal blocks only.
     """
 
     def __init__(
@@ -186,7 +184,7 @@ class MemoryRecorder(CommandObserver):
         return [self._name(digests[idx], chain.content(idx)) for idx in range(start, end)]
 
     def _last_name(self, chain: TokenChain, num_tokens: int) -> str:
-        """Return the name of a prefix's last whole block: the log has named the blocks before it already."""
+        """Return the name of a prefix's last whole block: the log has already named the blocks before it."""
         num_blocks = num_tokens // self.manager.block_size
         return "".join(f" {name}" for name in self._names(chain, max(0, num_blocks - 1), num_blocks))
 
@@ -238,7 +236,7 @@ def _movement(copy: BlockCopy) -> str:
 
 
 def read_movement(word: str) -> BlockCopy:
-    """Return the movement that a word of a log stands for."""
+    """Return the copy that a word of a log stands for."""
     found = MOVEMENT.fullmatch(word)
     if found is None:
         raise ValueError(f"the word is not a movement of a block: {word[:40]!r}")

@@ -1,4 +1,4 @@
-"""Replay of a log of memory commands: block ids must be the recorded ones (M10), and every invariant must hold.
+"""Replay of a log of memory commands: block ids must equal the recorded ids (M10), and every invariant must hold.
 
 The replay records its own commands. Each line that it writes must equal the line that it read.
 """
@@ -31,7 +31,7 @@ class Fault:
 
     Args:
         line: line number in the log, from 1.
-        detail: value that was found, and value that was expected.
+        detail: found value and expected value, or the error.
     """
 
     line: int
@@ -46,10 +46,10 @@ class Report:
         num_commands: number of commands run, by verb.
         num_sequences: number of sequences opened by `allocate` or `fork`; a resumed one counts again.
         hit_tokens: number of tokens of all prefix hits.
-        num_checks: times that all invariants were checked.
-        is_truncated: True when the last line is cut off; it was not run.
+        num_checks: number of checks of all invariants.
+        is_truncated: True if the last line is cut off; it was not run.
         usage: usage at the end, or at the fault.
-        fault: first fault; None where the whole log ran as it was recorded.
+        fault: first fault; None if the whole log ran as recorded.
     """
 
     num_commands: dict[str, int]
@@ -66,10 +66,10 @@ def replay(lines: Iterable[str], check_every: int = 1) -> Report:
 
     Args:
         lines: lines of the log, with their line ends.
-        check_every: commands between two checks of all invariants; the last command is always followed by one.
+        check_every: number of commands between two checks of all invariants; a check always follows the last command.
 
     Raises:
-        LogError: the first line is not that of a log, or of another version.
+        LogError: the first line is not the first line of a log, or of another version.
     """
     lines = iter(lines)
     run = _Replay.of(next(lines, ""))
@@ -95,7 +95,7 @@ def replay(lines: Iterable[str], check_every: int = 1) -> Report:
 class _Blocks:
     """Substitute tokens for named blocks: every token of a block, or of a tail, is the number of the block's name.
 
-    So two blocks have tokens in common only where the log names one as the partial hit of the other.
+    So two blocks have tokens in common only if the log names one as the partial hit of the other.
 
     Args:
         names: names by number.

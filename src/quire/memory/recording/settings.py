@@ -19,7 +19,7 @@ SPECS: dict[str, type[FullAttention | SlidingWindow | ChunkedLocal | RecurrentSt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
-    """Every argument of `KVCacheManager` but the secret key; see there."""
+    """All arguments of `KVCacheManager` except for the secret key."""
 
     specs: tuple[KVCacheSpec, ...]
     num_blocks: int | None = None
@@ -45,7 +45,7 @@ class MemorySettings:
         """Return the settings on one line.
 
         Raises:
-            ValueError: a spec of a kind that has no name in `SPECS`.
+            ValueError: the kind of a spec has no name in `SPECS`.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return json.dumps({**values, "specs": [_spec_to_dict(spec) for spec in self.specs]})

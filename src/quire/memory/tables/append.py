@@ -1,8 +1,8 @@
 """Appending of slots: to one sequence after the other, or to all of a lockstep group.
 
-Most sequences of a step decode, and for most of those a token only increments `num_slots`, which costs less than a
-call: one iteration of a loop does it. Sequences whose last blocks are full get their next blocks together. All other
-cases are handled one sequence at a time.
+Most sequences of a step decode, and for most of these a token only increments `num_slots`, which costs less than a
+call, so a loop does it inline. Sequences whose last blocks are full get their next blocks together. All other cases are
+handled one sequence at a time.
 
 The beams of a search all get a slot, or none does:
 
@@ -25,7 +25,7 @@ from quire.memory.tables.tables import BlockTables
 
 
 def append_slots(tables: BlockTables, seq_ids: Sequence[int], num_tokens: int, lookahead: int, *, atomic: bool) -> int:
-    """Give sequences slots, and return the number of those that got them; see `KVCacheManager.append_slots`."""
+    """Give sequences slots, and return the number of sequences that got them; see `KVCacheManager.append_slots`."""
     if atomic and (num_tokens, lookahead) != (1, 0):
         raise ValueError(f"an atomic append needs num_tokens 1 and lookahead 0, got {num_tokens} and {lookahead}")
     if atomic:
@@ -54,9 +54,9 @@ def append_to_one(tables: BlockTables, seq_id: int, num_tokens: int, lookahead: 
 
 
 def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
-    """Give sequences, one after the other, a slot for one more token, up to the first that lacks the blocks.
+    """Give sequences, one after the other, a slot for one more token, up to the first without room.
 
-    This has the effect, and the errors, of `append_to_one` for each in turn.
+    The effects and errors equal those from `append_to_one` for each in turn.
     """
     sequences = tables.sequences
     size = tables.groups[0].spec.block_size
@@ -84,7 +84,8 @@ def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
 def append_more_to_each(tables: BlockTables, seq_ids: Sequence[int], num_tokens: int) -> bool:
     """Give sequences slots for several tokens each, with all their blocks taken together.
 
-    This has the effect of `append_to_one` for each in turn.
+    The effect equals `append_to_one` for each in turn. False, with nothing changed, if the sequences need more than
+    new blocks of one group, or the pool lacks blocks.
     """
     if len(tables.groups) > 1 or tables.recurrent_groups:
         return False
@@ -111,7 +112,7 @@ def append_more_to_each(tables: BlockTables, seq_ids: Sequence[int], num_tokens:
 
 
 def _num_plain_blocks(tables: BlockTables) -> int:
-    """Return the number of free and idle blocks; 0 with several groups or recurrent ones, whose order matters."""
+    """Return the number of free and idle blocks; 0 with several groups or recurrent groups, which need `grow`."""
     if tables.recurrent_groups or len(tables.groups) > 1:
         return 0
     pool = tables.groups[0].pool
@@ -119,7 +120,7 @@ def _num_plain_blocks(tables: BlockTables) -> int:
 
 
 def _add_block_to_each(tables: BlockTables, states: Sequence[SequenceBlocks]) -> None:
-    """Give sequences whose last blocks are full a slot in a new block, in turn; the pool has enough."""
+    """Give sequences whose last blocks are full a slot in a new block each; the pool has enough blocks."""
     if not states:
         return
     tables.version += 1
@@ -145,7 +146,7 @@ def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:
     needs = count_growth(tables, states)
     if any(needs) and not tables.arena.fits(needs):
         return False
-    # Published blocks are copied instead of written in place only where all sequences have room for that.
+    # Published blocks are copied instead of written in place only if there is room for that in all sequences.
     has_plenty = tables.arena.fits(list(map(add, needs, [len(states)] * len(needs))))
     for state in states:
         if not tables.grow(state, state.num_slots + 1, may_copy_published=has_plenty):
@@ -154,7 +155,7 @@ def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:
 
 
 def count_growth(tables: BlockTables, states: Sequence[SequenceBlocks]) -> list[int]:
-    """Return the least number of blocks of each group that one more slot for each of some sequences takes."""
+    """Return the minimum number of blocks of each group that one more slot for each of some sequences takes."""
     needs = []
     for idx, group in enumerate(tables.groups):
         size, num_blocks = group.spec.block_size, 0

@@ -40,11 +40,11 @@ class Publication:
         return min(num_tokens, self._snapshots.next_after(state.num_slots, state.snapshot_points) - state.num_slots)
 
     def is_snapshot_pending(self, state: SequenceBlocks) -> bool:
-        """Return whether a snapshot is taken once all slots of a sequence are computed, before it gets another one."""
+        """Return whether a snapshot is due once all slots of a sequence are computed, before it gets another slot."""
         return bool(self._tables.recurrent_groups) and state.is_publishing and self._snapshots.is_point(state)
 
     def add_computed(self, seq_ids: Sequence[int]) -> dict[int, int]:
-        """Count one more computed token of each sequence that has nothing to publish: most decoding sequences."""
+        """Count one more computed token of each sequence without anything to publish; return the others' new counts."""
         sequences, is_observed = self._tables.sequences, self._tables.observer is not None
         others: dict[int, int] = {}
         for seq_id in seq_ids:
@@ -70,7 +70,7 @@ class Publication:
         state.next_publish_at = next_publish_at(tables.groups, self._windowed_groups, state)
 
     def end(self, state: SequenceBlocks) -> NodePosition | None:
-        """Publish the tail of a sequence that ends, and keep the blocks that its next turn will read."""
+        """Publish the tail of a sequence that ends, and restore the priority of blocks that its next turn will read."""
         tail = publish_tail(self._tables.groups, state)
         for idx in self._windowed_groups:
             retain_for_next_turn(self._tables.groups[idx], state)

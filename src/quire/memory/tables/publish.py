@@ -12,7 +12,7 @@ from quire.memory.specs import NEVER_FREED
 
 
 def next_publish_at(groups: Sequence[CacheGroup], windowed_groups: Sequence[int], state: SequenceBlocks) -> int:
-    """Return the least number of computed tokens at which a block is published or freed."""
+    """Return the minimum number of computed tokens at which a block is published or freed."""
     event = NEVER_FREED
     if state.is_publishing:
         event = (state.num_published + 1) * groups[0].spec.block_size
@@ -24,8 +24,8 @@ def next_publish_at(groups: Sequence[CacheGroup], windowed_groups: Sequence[int]
 def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full: int) -> int:
     """Publish the blocks `[num_published, num_full)` of a sequence, or merge them with published duplicates.
 
-    Recurrent groups are skipped; they publish snapshots only. Where all groups are recurrent, the tree gets no
-    positions here: a position where no block is ever published is never trimmed. After a digest collision the sequence
+    Recurrent groups are skipped; they publish snapshots only. If all groups are recurrent, no positions are added to
+    the tree here: a position without any published block would never be trimmed. After a digest collision the sequence
     stops publishing, since its later blocks would have no positions in the tree.
     """
     start, chain, tree = state.num_published, state.chain, groups[0].pool.index.tree
@@ -48,7 +48,7 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full
 
 
 def _publish_or_merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, start: int, end: int) -> int:
-    """Publish blocks one by one in a group that may have published the same tokens already."""
+    """Publish blocks one by one in a group that may already have published the same tokens."""
     index, table = group.pool.index, state.tables[group_idx]
     num_merges = 0
     for block_idx, known in enumerate(index.published(state.chain, start, end), start):
@@ -86,7 +86,7 @@ def free_out_of_window(group: CacheGroup, state: SequenceBlocks, group_idx: int)
     """Release the blocks of a group that left the window, and replace them by null blocks.
 
     They are evicted before the blocks of ended sequences, since the next turn of a conversation reads none of them.
-    Blocks in the window at the end of the prompt, or where prompts are known to diverge, have the default priority: the
+    Blocks in the window at the end of the prompt, or at a known branch point of prompts, have the default priority: the
     next prompt may continue there.
     """
     table = state.tables[group_idx]
@@ -106,7 +106,7 @@ def free_out_of_window(group: CacheGroup, state: SequenceBlocks, group_idx: int)
 
 
 def _read_at_branch_points(group: CacheGroup, state: SequenceBlocks, start: int, end: int) -> list[tuple[int, int]]:
-    """Return runs of a sequence's blocks `[start, end)` that are read where the next prompt may continue or diverge."""
+    """Return runs of a sequence's blocks `[start, end)` that hits at branch points or the end of the prompt read."""
     size, runs = group.spec.block_size, []
     partings = group.pool.index.tree.partings(state.chain, start + 1, state.num_published)
     for num_blocks in sorted((*state.branch_points, *partings)):

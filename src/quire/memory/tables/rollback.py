@@ -16,9 +16,9 @@ class Rollback:
         self.windowed_groups = windowed_groups
 
     def limit(self, seq_id: int) -> int:
-        """Return the least length to which a live sequence can be truncated: a shorter one would need freed blocks.
+        """Return the minimum length to which a live sequence can be truncated: a shorter one would need freed blocks.
 
-        With recurrent groups it is the length before the lookahead slots, or the present length without them.
+        With recurrent groups it is the length before the lookahead slots, or without these the present length.
         """
         state = self._tables.sequences[seq_id]
         if self._tables.recurrent_groups:
@@ -30,7 +30,7 @@ class Rollback:
         return max(deaths, default=0)
 
     def point(self, seq_id: int, num_tokens: int) -> int:
-        """Return the greatest length, `num_tokens` at most, to which a live sequence can be truncated."""
+        """Return the maximum length, at most `num_tokens`, to which a live sequence can be truncated."""
         is_all = num_tokens == self._tables.sequences[seq_id].num_slots
         return num_tokens if is_all or not self._tables.recurrent_groups else self.limit(seq_id)
 

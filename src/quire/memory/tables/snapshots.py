@@ -91,8 +91,8 @@ class Snapshots(NamedTuple):
         """Lower the retention priority of the snapshots before a sequence's newest one.
 
         The next turn of a conversation continues from the newest. A regular snapshot supersedes the regular one before
-        it; one at the end of a prompt also supersedes the snapshot that the sequence opened on. Snapshots where prompts
-        diverged keep their priority.
+        it; a snapshot at a snapshot point also supersedes the snapshot that the sequence opened on. Snapshots at branch
+        points of prompts keep their priority.
         """
         newest = state.num_computed
         older = [state.regular_snapshot]

@@ -61,7 +61,7 @@ class BlockTables:
         state.branch_points = ((len(state.chain.tokens) - 1) // size, hit.diverged_at // size)
 
     def unpublish_all(self) -> None:
-        """Remove all blocks from the prefix index, on both tiers; live sequences keep theirs and stop publishing."""
+        """Unpublish all blocks, on both tiers; live sequences keep their blocks and stop publishing."""
         self.version += 1
         self.arena.retention.clear()
         for group in (*self.groups, *(self.host.groups if self.host is not None else ())):
@@ -78,7 +78,7 @@ class BlockTables:
             raise ValueError(f"sequence {parent_id} has {parent.num_slots - parent.num_computed} unwritten slots")
         self.version += 1
         child = parent.fork(parent.chain.fork(child_tokens))
-        # The parent's chain may be encoded past its computed tokens, where the child's tokens may differ.
+        # The parent's chain may be encoded past its computed tokens; the child's tokens may differ there.
         child.chain.truncate(parent.num_computed)
         for group, table, num_skipped in zip(self.groups, parent.tables, parent.num_skipped, strict=True):
             group.pool.retain(table[num_skipped:])
@@ -90,9 +90,9 @@ class BlockTables:
     ) -> bool:
         """Give a sequence slots up to `end` in every group, or change nothing.
 
-        A shared last block is copied before a write (copy-on-write, M3). A published state, and a published tail that
-        the sequence uses in part, are copied too if there is room. Otherwise, and for a published tail that the
-        sequence uses whole, the last holder unpublishes the block and writes it in place.
+        A shared last block is copied before a write (copy-on-write, M3). A published state, and a published block that
+        the sequence uses in part, are also copied if there is room. Otherwise, and for a published tail that the
+        sequence uses entirely, the last holder unpublishes the block and writes it in place.
         """
         needs = [
             group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
@@ -122,7 +122,7 @@ class BlockTables:
         if any(needs) and not self.arena.fits(needs):
             return False
         needs_more = [need + (idx in copied_to_preserve) for idx, need in enumerate(needs)]
-        # All groups or none: a block that one group no longer has cannot be hit in the others either.
+        # All groups or none: a block that one group no longer has cannot be hit in the other groups.
         if copied_to_preserve and may_copy_published and self.arena.fits(needs_more):
             needs, copied = needs_more, sorted(copied + copied_to_preserve)
         state.num_slots = end
@@ -161,8 +161,8 @@ class BlockTables:
     ) -> None:
         """Release all blocks that a sequence holds in a tier, its tail first; see `BlockPool.release` for the priority.
 
-        Blocks of several groups become idle in turn, block by block: a hit needs the same tokens in all groups, so the
-        tails of all groups should be evicted before any head.
+        Blocks of several groups become idle alternately, block by block: a hit needs the same tokens in all groups, so
+        the tails of all groups should be evicted before any head.
         """
         groups, tables = self.groups_on(tier), state.tables_on(tier)
         if len(groups) == 1:
@@ -285,7 +285,7 @@ class BlockTables:
         return bool(table) and table[-1] in self.groups[group_idx].pool.index
 
     def _unpublish(self, state: SequenceBlocks, members: Sequence[int], copied: Sequence[int]) -> None:
-        """Unpublish last blocks that are about to be written in place, except for those that are copied."""
+        """Unpublish last blocks that are about to be written in place; blocks of `copied` groups stay published."""
         for idx in members:
             if idx not in copied and self._is_published(state, idx):
                 self.groups[idx].pool.withdraw(state.tables[idx][-1])
@@ -331,7 +331,7 @@ class BlockTables:
         state.checkpoint = checkpoint
 
     def _restore_state(self, state: SequenceBlocks) -> None:
-        """Replace the present states by those of the backup."""
+        """Replace the present states by the backup."""
         if state.checkpoint is None:
             return
         num_tokens, block_ids = state.checkpoint

@@ -1,8 +1,8 @@
 """The disk tier: blocks that are loaded from disk into host memory, and saved when the host evicts them.
 
-The memory manager does no disk I/O. The caller knows which blocks are stored; `find_loads` returns those that a hit
-lacks. The caller reads and verifies them and passes each with a ticket to `publish_loaded`, which publishes it in a
-host block, where it can be hit like any other.
+The memory manager does no disk I/O. The caller knows which blocks are stored; `find_loads` returns the stored blocks
+that a hit lacks. The caller reads and verifies them and passes each with a ticket to `publish_loaded`, which publishes
+it in a host block; then it can be hit like any other.
 
 ```
  device, host   [ 0 ][ 1 ]          [ 4 ]
@@ -93,12 +93,12 @@ class DiskTier:
     ) -> LoadPlan:
         """Return the blocks to load from disk for the longest hit on blocks of all three tiers.
 
-        The hit is shorter where the host has no room for its blocks.
+        The hit is shorter if the host has no room for its blocks.
 
         Args:
-            chain: chain of the prompt's tokens, of which at least one is left to compute.
-            holds: returns whether a block is on disk.
-            max_tokens: greatest length of the hit in tokens; None for no limit.
+            chain: chain of the prompt's tokens; the hit leaves at least one of them to compute.
+            holds: function that returns whether a block is on disk.
+            max_tokens: maximum length of the hit in tokens; None for no limit.
         """
         groups = self._tables.groups
         size = groups[0].spec.block_size
@@ -141,7 +141,7 @@ class DiskTier:
         Args:
             chain: a chain of tokens that were computed.
             num_blocks: number of its blocks, all of them full.
-            wants: returns whether to copy a block.
+            wants: function that returns whether to copy a block.
         """
         copies: list[BlockCopy] = []
         saves: list[StoredBlock] = []
@@ -184,11 +184,11 @@ class DiskTier:
             fetched: blocks that `find_loads` returned.
 
         Returns:
-            The tickets that pending copies use; the caller can drop the others.
+            The tickets that pending copies use; the caller can drop the other tickets.
         """
         tables, groups = self._tables, self._tables.groups_on(Tier.HOST)
         tables.version += 1
-        # The hit's idle blocks and the loaded ones are held until the last is published, so that none evicts another.
+        # The hit's idle blocks and the loaded blocks are held until all are published, so that none evicts another.
         held = self._idle_blocks_needed(chain, num_blocks)
         for block_idx, group_idx in held:
             groups[group_idx].pool.retain(_published(groups[group_idx].pool, chain, block_idx))
@@ -222,7 +222,7 @@ class DiskTier:
             self.ended.append((state.chain, state.num_computed))
 
     def take_saves(self) -> tuple[StoredBlock, ...]:
-        """Return, and forget, the identities of the blocks that the pending copies save; see `MemoryOps.saves`."""
+        """Return and clear the identities of the blocks that the pending copies save; see `MemoryOps.saves`."""
         saves, self._saves = tuple(self._saves), []
         return saves
 
@@ -345,7 +345,7 @@ def describe(group_idx: int, node_position: NodePosition | None) -> StoredBlock:
 
 
 def _published(pool: BlockPool, chain: TokenChain, block_idx: int) -> list[int]:
-    """Return the published block of a chain at an index, which has a holder."""
+    """Return the published block of a chain at an index, which must have a holder."""
     found = pool.index.published(chain, block_idx, block_idx + 1)
     if found == [NULL_BLOCK]:
         raise InvariantViolation("M4", f"block {block_idx} of a chain has a holder but is not published")

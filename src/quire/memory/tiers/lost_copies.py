@@ -1,8 +1,8 @@
 """Copies of a failed step, which may not have been made.
 
-The progress of a failed step is unknown. So the target of each of its copies is treated as garbage, on both tiers:
+The progress of a failed step is unknown. So the targets of all of its copies are treated as garbage, on both tiers:
 blocks that were demoted, promoted, swapped, loaded from disk, copied on write or moved. All other blocks are unchanged:
-copies write to their targets only, and a step's kernels only to blocks of its own sequences.
+copies write to their targets only, and a step's kernels only to blocks of the step's sequences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Swapping of sequences between tiers. A block that several sequences share is copied once.
+"""Swapping of sequences between the device and the host. A block that several sequences share is copied once.
 
 ```
  source       [ 3 ][ 7 ][ 4 ]      3 is published on the other tier as 5, which is shared
@@ -42,7 +42,7 @@ class TransferPlan(NamedTuple):
     Args:
         found: source block id -> block of the other tier that is published at the same position.
         missing: block ids that must be copied, in the order of the block tables.
-        num_woken: blocks of `found` that are idle.
+        num_woken: number of blocks of `found` that are idle.
     """
 
     found: dict[int, int]
@@ -117,7 +117,7 @@ def _growth(
     num_tokens: Sequence[int],
     step_tokens: int | None,
 ) -> int:
-    """Return the number of blocks of a group that siblings will ask for after they are swapped in."""
+    """Return the number of blocks of a group that sequences will need for growth after they are swapped in together."""
     group = tables.groups[group_idx]
     spec, ref_counts = group.spec, group.pool.ref_counts
     siblings = Counter(block_id for state in states for block_id in state.tables_on(Tier.HOST)[group_idx])
@@ -168,7 +168,7 @@ def transfer(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, r
 
 
 def copy_blocks(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, group_idx: int) -> int:
-    """Copy blocks of one group to the other tier where its block tables have null entries."""
+    """Copy the blocks of one group that have null entries in the other tier's block tables; return their number."""
     dst = OTHER_TIER[src]
     here, there = tables.groups_on(src)[group_idx].pool, tables.groups_on(dst)[group_idx].pool
 
@@ -265,9 +265,9 @@ def load_hit(tables: BlockTables, state: SequenceBlocks, loads: Sequence[BlockLo
 
 
 def _priority_left(src: Tier) -> RetentionPriority:
-    """Return the retention priority of published blocks in a tier whose copies are on the other tier now.
+    """Return the retention priority of published blocks of a tier that now have copies on the other tier.
 
-    The host's blocks are evicted first, since the device has them too; when the device evicts them, they are copied
+    The host's blocks are evicted first, since the device also has them; when the device evicts them, they are copied
     back only if the host has evicted them. So the two tiers together hold more distinct blocks.
     """
     return RetentionPriority.LOW if src is Tier.HOST else RetentionPriority.DEFAULT

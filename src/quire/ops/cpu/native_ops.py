@@ -198,7 +198,7 @@ class NativeOps(TorchFallback):
 
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
         """Run a norm and a linear layer in one call, if the matmul is native."""
-        # A layer that quantises its inputs takes float32 rows from the norm; the fused call would round them first.
+        # If the layer quantises its inputs, rows and logits are float32; the fused call has the dtype of the model.
         if not isinstance(linear, NativeLinear) or linear.rounds_inputs:
             return None
         return NativeNormedLinear(self._library, norm, linear)
