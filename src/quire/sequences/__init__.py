@@ -1,4 +1,4 @@
-"""Requests, the sequences they own, and the sampling parameters they carry."""
+"""Requests, their sequences, and their sampling parameters."""
 
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence

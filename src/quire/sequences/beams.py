@@ -17,7 +17,7 @@ class Candidate(NamedTuple):
         parent_idx: index of the beam in its group.
         token_id: next token.
         score: sum of the log probabilities of the beam's output with this token.
-        logprobs: log probabilities of the token, where they are requested.
+        logprobs: log probabilities of the token; None if they are not requested.
         stop: stop string that the text contains with this token, if any.
     """
 
@@ -54,7 +54,7 @@ class Hypothesis(NamedTuple):
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Log probabilities of the tokens, where they are requested."""
+        """Log probabilities of the tokens; empty if they are not requested."""
         steps = beam_steps(self.last_step)
         return [step.logprobs for step in steps if step.logprobs is not None][::-1]
 
@@ -67,8 +67,8 @@ class BeamSearch:
         scores: sum of the log probabilities of each running beam, by `sample_idx`.
         last_steps: step of the last token of each running beam, by `sample_idx`; None for a beam without output.
         finished: best hypotheses so far, best first; at most `beam_width`.
-        num_tokens: number of tokens chosen so far, those of dropped beams included.
-        num_computed: number of these tokens that went through the model.
+        num_tokens: number of tokens chosen so far, including tokens of dropped beams.
+        num_computed: number of these tokens that were inputs of the model.
     """
 
     scores: dict[int, float] = field(default_factory=lambda: {0: 0.0})

@@ -1,4 +1,4 @@
-"""The parameters of a request whose prompt is computed by one engine and continued by another, with vLLM's names."""
+"""Parameters of disaggregated prefill: one engine computes the prompt, another continues; with vLLM's names."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MOST_TEXT = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferParams:
-    """Hand-over of the blocks of a request's prompt.
+    """Transfer of the blocks of a request's prompt to or from another engine.
 
     Args:
-        do_remote_decode: True where another engine continues: the blocks of the prompt are kept for it.
-        do_remote_prefill: True where another engine has computed the prompt: its blocks are fetched.
-        remote_block_ids: the other engine's numbers of the blocks, for each cache group; blocks are found by their
-            contents, so they are informative.
-        remote_engine_id, remote_request_id: names of the engine and of its request; informative.
-        remote_host, remote_port: where the other engine gives blocks away.
-        tp_size: number of its tensor parallel ranks.
+        do_remote_decode: True if another engine continues the request: the blocks of the prompt are kept for it.
+        do_remote_prefill: True if another engine has computed the prompt: its blocks are fetched.
+        remote_block_ids: block ids of the other engine, for each cache group; informative, since blocks are found by
+            their contents.
+        remote_engine_id, remote_request_id: names of the other engine and of its request; informative.
+        remote_host, remote_port: address at which the other engine serves blocks.
+        tp_size: number of tensor parallel ranks of the other engine.
     """
 
     do_remote_decode: bool = False
@@ -42,7 +42,7 @@ class KVTransferParams:
 
 
 def read_extra_args(value: object) -> Mapping[str, Any] | None:
-    """Return checked extra arguments of a request: `kv_transfer_params` is the only one."""
+    """Return the checked extra arguments of a request; only `kv_transfer_params` is known."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or value.keys() - {NAME}:
@@ -52,7 +52,7 @@ def read_extra_args(value: object) -> Mapping[str, Any] | None:
 
 
 def read_kv_transfer_params(value: object) -> KVTransferParams:
-    """Return checked parameters of a hand-over."""
+    """Return the checked parameters of a transfer."""
     if isinstance(value, KVTransferParams):
         return value
     names = [item.name for item in fields(KVTransferParams)]

@@ -1,4 +1,4 @@
-"""The adapter that a request asks for."""
+"""The adapter of a request."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class LoRARequest:
 
     Args:
         lora_name: name of the adapter, at most 256 characters.
-        lora_int_id: any positive number; engines that know adapters by number need it, and here the name decides.
-        lora_path: folder of the adapter; "" for one that is loaded.
-        load_inplace: True to read the folder again, also where an adapter of this name is loaded.
+        lora_int_id: any positive number; vLLM identifies adapters by it, Quire by their names.
+        lora_path: folder of the adapter; "" for a loaded adapter.
+        load_inplace: True to read the folder again, even if an adapter of this name is already loaded.
 
     Raises:
-        InvalidParameter: a value of another type.
+        InvalidParameter: a value is not allowed; the message names the field.
     """
 
     lora_name: str

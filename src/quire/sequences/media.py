@@ -1,4 +1,4 @@
-"""Media of a prompt: embeddings that replace those of a span of its tokens."""
+"""Media of a prompt: embeddings that replace the embeddings of a span of its tokens."""
 
 from __future__ import annotations
 

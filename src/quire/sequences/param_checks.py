@@ -49,7 +49,7 @@ def token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
 def strings(
     name: str, value: object, limit: int = MAX_STRINGS, most_chars: int = MAX_STRINGS * MAX_STRING_CHARS
 ) -> tuple[str, ...]:
-    """Return strings, at most `limit` of them, of `most_chars` characters; a single string is a list of one."""
+    """Return at most `limit` strings, of at most `most_chars` characters together; a string counts as a list of one."""
     allowed = f"a string or up to {limit} non-empty strings of at most {MAX_STRING_CHARS} characters"
     if value is None:
         return ()
@@ -90,14 +90,14 @@ def processors(value: object) -> tuple[Callable[..., Any], ...]:
 
 
 def strategy(value: Any) -> Strategy[Any] | None:
-    """Return a strategy, an object with its methods, or None."""
+    """Return a strategy, an object with the methods of `Strategy`, or None."""
     if value is not None and not all(callable(getattr(value, name, None)) for name in ("num_draws", "advance")):
         raise InvalidParameter("strategy", value, "an object with the methods num_draws and advance, or None")
     return value  # type: ignore[no-any-return]
 
 
 def speculative(value: object, strategy: Strategy[Any] | None) -> bool | None:
-    """Return whether the request wants drafts, None for the engine's default; a custom strategy gets none."""
+    """Return whether the request wants drafts, None for the engine's default; a custom strategy gets no drafts."""
     if value is not None and not isinstance(value, bool):
         raise InvalidParameter("speculative", value, "true, false or None")
     if value and strategy is not None:

@@ -40,9 +40,9 @@ CHOICE_FIELDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_
 NO_CHOICE = {"temperature": 1.0, **CHOICE_FIELDS}
 # Logits are divided by it and must stay finite in float32; the bounds are reciprocal.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-# A parameter that a device can draw tokens with, or that has no part in drawing them: see `needs_host`.
+# Metadata of parameters that device sampling supports, or that do not affect sampling: see `needs_host`.
 _ON_DEVICE: Final = {"on_device": True}
-# A parameter that is no option of the command line, and no field of its own in a body of HTTP.
+# Metadata of parameters without a flag on the command line and without a field in HTTP bodies.
 _NO_FLAG: Final = {"has_flag": False}
 
 
@@ -108,7 +108,7 @@ class SamplingParams:
         thinking: markers of the model's thinking, as `ReasoningModel.sampling` returns them: `structured_outputs` then
             apply from the end of thinking on. None treats the whole output alike.
         thinking_token_budget: maximum number of thinking tokens, after which the tokens that end thinking are forced;
-            needs `thinking`, which chats set where the model's chat template shows its markers.
+            needs `thinking`, which chats set if the model's chat template shows its markers.
         logits_processors: functions (prompt token ids, output token ids, logits [V]) -> logits [V], called in order
             for each token, from Python only; they block the engine's thread. One that raises ends its own request.
         speculative: False verifies no drafts for this request; True refuses it where the engine makes none; None takes
@@ -120,8 +120,8 @@ class SamplingParams:
             `LLM.generate` always returns whole outputs.
 
     Raises:
-        InvalidParameter: a value is not allowed; the message names the field, the value and what is allowed.
-        UnknownParameter: no such field; for well-known names the message says what to use instead.
+        InvalidParameter: a value is not allowed; the message names the field, the value and the allowed values.
+        UnknownParameter: no such field; for well-known names the message names a replacement.
     """
 
     n: int = field(default=1, metadata=_ON_DEVICE)
@@ -262,29 +262,29 @@ class SamplingParams:
 
     @property
     def is_ranked(self) -> bool:
-        """True when more sequences are sampled than returned."""
+        """True if more sequences are sampled than returned."""
         return self.best_of is not None and self.best_of > self.n
 
     @property
     def kv_transfer(self) -> KVTransferParams | None:
-        """The hand-over that the request asks for, None for none."""
+        """Parameters of the transfer of the prompt's blocks; None for no transfer."""
         return None if self.extra_args is None else self.extra_args[KV_TRANSFER]
 
     @property
     def measures_tokens(self) -> bool:
-        """True when the log probability of each chosen token is needed."""
+        """True if the log probability of each chosen token is needed."""
         return self.logprobs is not None or self.is_ranked
 
     @property
     def is_constrained(self) -> bool:
-        """True when the next token depends on a state that the host has once it has read the one before."""
+        """True if the next token depends on a state that the host updates after it has read the previous token."""
         return self.structured_outputs is not None or self.thinking_token_budget is not None
 
     @property
     def needs_host(self) -> bool:
-        """True when a parameter is set that no device can draw with, so far as its field declares.
+        """True if a parameter is set that device sampling does not support, by the metadata of its field.
 
-        It is a loop over all fields: read it once for a request.
+        This loops over all fields: read it once for a request.
         """
         return any(
             getattr(self, item.name) != item.default
@@ -294,7 +294,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True when the likeliest token is always chosen."""
+        """True if the likeliest token is always chosen."""
         return self.temperature == 0.0
 
     def check_for_model(self, *, vocab_size: int, max_num_seqs: int) -> None:
@@ -328,7 +328,7 @@ class SamplingParams:
 
 
 def _check_name(cls: type[Any], name: str) -> None:
-    """Check that a class of parameters has one of this name, which is not derived from others."""
+    """Check that a class of parameters has a parameter of this name that is not derived from others."""
     item = cls.__dataclass_fields__.get(name)
     if item is None or not item.init:
         hint = hint_for(name, SAMPLING_HINTS, {item.name for item in fields(cls) if item.init})
@@ -340,7 +340,7 @@ def _penalties(params: SamplingParams) -> tuple[float, float, float]:
 
 
 def _check_form(params: SamplingParams) -> None:
-    """Check the parameters that say what belongs to an output, and where it ends."""
+    """Check the parameters of the form and the end of an output: grammar, thinking and its budget."""
     if params.structured_outputs is not None and params.ignore_eos:
         raise InvalidParameter("ignore_eos", True, "false with structured_outputs, which say where the output ends")
     thinking: object = params.thinking

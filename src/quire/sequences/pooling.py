@@ -1,4 +1,4 @@
-"""Pooling: a request whose result is read from the model at its prompt's last token, in place of an output."""
+"""Pooling: requests with a result of the model at their prompt (an embedding, or logits) instead of an output."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from quire.sequences.param_checks import integer
 from quire.sequences.params import SamplingParams
 
 MAX_DIMENSIONS = 1 << 20
-# The parameters of every pooled request: it draws no token, and a prompt must leave room for one.
+# The parameters of every pooled request: it samples no token, but its prompt must leave room for one.
 NO_SAMPLING: Final = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
 
-# The rows of a prompt whose hidden states are pooled: the last one, the first, the mean of all; or those that the head
-# of a model takes that classifies, whose logits are the result then.
+# The rows of a prompt whose hidden states are pooled: the last one, the first one, or the mean of all; "classify" for
+# the input of a classification head, whose logits are the result.
 PoolingKind = Literal["last", "cls", "mean", "classify"]
 
 
 class Pooling(NamedTuple):
-    """Result of a pooled request.
+    """The kind of result of a pooled request.
 
     Args:
-        token_ids: tokens whose logits at the last token of the prompt are the result; none for a hidden state after the
-            last norm, or the logits of classes.
+        token_ids: tokens whose logits at the last token of the prompt are the result; empty for a hidden state after
+            the last norm, or the logits of classes.
         kind: see `PoolingKind`.
         second_start: position of the first token of the second text of a pair, for models with token types; None for
             one text.
@@ -41,9 +41,9 @@ class PoolingParams:
 
     Args:
         dimensions: number of leading values to keep (Matryoshka), before they are normalised; None keeps all.
-        normalize: True for vectors of length 1; None for what the checkpoint says, or else True.
-        truncate_prompt_tokens: number of tokens to which a longer prompt is cut, the tokenizer's special tokens
-            included: its first ones stay. -1 is as many as fit; None refuses a prompt that does not fit.
+        normalize: True for vectors of length 1; None for the checkpoint's setting, True if it has none.
+        truncate_prompt_tokens: number of tokens to which a longer prompt is cut at the end, including the tokenizer's
+            special tokens. -1 is as many as fit; None refuses a prompt that does not fit.
 
     Raises:
         InvalidParameter: a value is not allowed; the message names the field.

@@ -13,7 +13,7 @@ from quire.sequences.sequence import Request
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
 
-# Functions stay in the process that got them: they are called where tokens are drawn.
+# Functions stay in the process that got them, which samples the tokens.
 _CALLABLE: Final = frozenset({"logits_processors", "strategy"})
 _DEFAULTS: Final = SamplingParams()
 _FIELDS: Final = tuple(item.name for item in fields(SamplingParams) if item.init and item.name not in _CALLABLE)
@@ -27,7 +27,7 @@ def check_travels(request: Request) -> None:
     """Check that other processes can plan a request as this one does.
 
     Raises:
-        UnsupportedFeature: it has a strategy of its own, or embeddings of media.
+        UnsupportedFeature: the request has a custom strategy, or embeddings of media.
     """
     if request.params.strategy is not None:
         raise UnsupportedFeature("strategy", "it is Python code, and every rank plans for itself; use one process")
@@ -49,7 +49,7 @@ def request_to_json(request: Request) -> dict[str, Any]:
 
 
 def request_from_json(value: dict[str, Any]) -> Request:
-    """Return the request of a value of `request_to_json`."""
+    """Return the request that `request_to_json` encoded."""
     params, pooling = params_from_json(value["params"]), value["pooling"]
     if value["has_processors"]:
         params = replace(params, logits_processors=(_stay_elsewhere,))
@@ -68,12 +68,12 @@ def request_from_json(value: dict[str, Any]) -> Request:
 
 
 def _stay_elsewhere(*_: object) -> Any:
-    """Stand for logits processors in a process that draws no tokens, but plans by whether a request has any."""
+    """Placeholder of logits processors in a process that samples no tokens; plans depend on whether there are any."""
     raise AssertionError("logits are processed where tokens are drawn")
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults as a JSON value, functions left out."""
+    """Return the parameters that differ from their defaults as a JSON value, without functions."""
     given = {name: getattr(params, name) for name in _FIELDS}
     value = {name: each for name, each in given.items() if each != getattr(_DEFAULTS, name)}
     if "output_kind" in value:
@@ -91,7 +91,7 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 
 def params_from_json(value: dict[str, Any]) -> SamplingParams:
-    """Return the parameters of a value of `params_to_json`."""
+    """Return the parameters that `params_to_json` encoded."""
     given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
     if "output_kind" in given:
         given["output_kind"] = RequestOutputKind[given["output_kind"]]

@@ -32,19 +32,19 @@ class Sequence:
         chain: token chain, which identifies its blocks.
         key: sort key in every queue.
         strategy: decoding strategy of the request.
-        default_edit: edit that the strategy always returns for a single token that does not end the sequence; None
-            where the strategy must be called for each token.
+        default_edit: edit that the strategy always returns for a single token that does not end the sequence; None if
+            the strategy must be called for each token.
 
     Attributes:
         num_computed: number of tokens whose KV is stored.
         draft: drafts that the planned step verifies.
         num_drafted, num_accepted: numbers of verified and of accepted drafts so far.
-        is_open: True when the data plane knows the sequence.
-        is_staged: True once the prompt's blocks on disk were loaded, or loading them was rejected as too slow.
+        is_open: True if the data plane knows the sequence.
+        is_staged: True once the prompt's blocks on disk are loaded, or loading them was rejected as too slow.
         staged: positions in the chain of the blocks that were loaded.
         num_prompt: number of prompt tokens.
         max_tokens: number of tokens, prompt included, at which the sequence ends.
-        end_ids: tokens that end it once it has `min_tokens` of output; see `Request.end_ids`.
+        end_ids: tokens that end the sequence once it has `min_tokens` of output; see `Request.end_ids`.
     """
 
     __slots__ = (
@@ -133,7 +133,7 @@ class Sequence:
         """Change the status.
 
         Raises:
-            InvariantViolation: S5, a change that is not allowed.
+            InvariantViolation: S5, the change is not allowed.
         """
         if status not in TRANSITIONS[self.status]:
             raise InvariantViolation(
@@ -154,26 +154,27 @@ class Request:
         end_token_ids: tokens that end a sequence: the model's own, unless `ignore_eos`.
         arrival: number that increases with each request; the order under the policy "fcfs".
         priority: priority level; lower values run first under the policy "priority".
-        flow: name of a group of requests, such as those of a tenant, that alternate with other requests.
+        flow: name of a group of requests that alternate with other requests, for example all requests of a tenant.
         namespace: namespace in which its blocks may be shared.
         media: media of the prompt, in the order of their positions.
-        retain_cache: True to evict its published blocks after others.
+        retain_cache: True to evict its published blocks last.
         bad_words: token sequences that its outputs may not contain.
         dry_breakers: tokens that end a repetition for the DRY penalty.
         grammar: compiled grammar of `structured_outputs`; kept alive for the data plane.
-        pooling: result that the request ends with at its prompt's last token; None to generate.
+        pooling: kind of result of a pooled request; None to generate.
         adapter: slot of its adapter in the data plane; None for the model alone.
         seed: seed of its random draws.
-        drawn_from: number of tokens of a sequence from which on a device draws its next token without the host; see
+        drawn_from: number of tokens of a sequence from which on the device samples its next token without the host; see
             `AsyncScheduler`.
-        ahead_from: the same from which on a step with its next token may be planned before that token is read.
+        ahead_from: number of tokens of a sequence from which on a step with its next token may be planned before that
+            token is read.
         sequences: the prompt's sequence; after the fork, one per sample. For a beam search indexed by `sample_idx`,
-            dropped beams included.
+            including dropped beams.
         search: state of a beam search; None for samples.
         num_known_prompt_logprobs: number of prompt positions whose log probabilities are known.
         account: sources of the prompt's KV at the first admission, and the reasons why the rest was computed, as far
-            as the client may know; None before it.
-        num_cached_tokens: number of prompt tokens found in the prefix cache at the first admission; None before it.
+            as the client may know; None before admission.
+        num_cached_tokens: number of prompt tokens found in the prefix cache at the first admission; None before.
         num_disk_tokens: number of the cached tokens whose blocks were loaded from disk.
         hit_end: reason why the prefix hit ended; None before the first admission.
         differs_at: see `PrefixHit.differs_at`.
@@ -236,7 +237,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """True when all sequences have ended; no further sample can be forked then."""
+        """True if all sequences have ended; then no further sample can be forked."""
         return bool(self.sequences) and all(sequence.is_finished for sequence in self.sequences)
 
     @property
@@ -255,8 +256,8 @@ class Request:
     def hit_limit(self) -> int | None:
         """Number of prompt tokens that a prefix hit may cover, None for all.
 
-        A hit gives no logits. While prompt log probabilities are missing, it may cover only positions for which those
-        of the next token are known. A mean needs the hidden states of all tokens.
+        A hit gives no logits. While prompt log probabilities are missing, it may cover only positions whose next token
+        has a known log probability. A mean needs the hidden states of all tokens.
         """
         if self.pooling is not None and self.pooling.kind == "mean":
             return 0

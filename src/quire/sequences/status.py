@@ -13,7 +13,7 @@ class SequenceStatus(Enum):
     SWAPPED = "swapped"
     FINISHED = "finished"
 
-    # Members are compared by identity, and `Enum`'s own hash is a call of Python.
+    # Members are compared by identity, and `Enum`'s own hash is a Python-level call.
     __hash__ = object.__hash__
 
 
@@ -26,7 +26,7 @@ TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 
 class FinishReason(Enum):
-    """Why a sequence ended."""
+    """The reason for the end of a sequence."""
 
     STOP = "stop"
     LENGTH = "length"

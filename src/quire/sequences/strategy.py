@@ -23,9 +23,9 @@ class Append(NamedTuple):
 
 
 class Truncate(NamedTuple):
-    """Keep the computed KV of the first `num_tokens` tokens of sample `sample_idx`; roll back that of other drafts.
+    """Keep the computed KV of the first `num_tokens` tokens of sample `sample_idx`; roll back rejected drafts.
 
-    It follows the appends of a run whose drafts were verified, once for each such run.
+    It follows the appends of a step that verified drafts, once for each such step.
     """
 
     sample_idx: int

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from quire.errors import InvalidParameter, UnsupportedFeature
 
-# In a rule of a Lark grammar: separates the rule that takes its place where it does not compile, "" for none; a
-# terminal with it must have a text. No JSON text and no terminal has a tab as it is.
+# Separator in a rule of a Lark grammar: the rule after it is used if the rule before it does not compile, "" for none;
+# a terminal with it must have a text. Neither JSON texts nor terminals contain a plain tab.
 OR_ELSE = "\t// or else "
 MAX_GRAMMAR_CHARS = 2**17
 MAX_CHOICES = 4096
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
-# Fields that JSON alone may have.
+# Fields that only JSON may have.
 FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 UNSUPPORTED: Mapping[str, str] = {
     "structural_tag": "write a Lark grammar",
@@ -29,8 +29,8 @@ class GrammarSource(NamedTuple):
     Args:
         kind: "json" (a schema), "regex", "choice" (a JSON list of strings) or "grammar" (Lark or GBNF).
         text: text of the grammar.
-        has_whitespace: True where JSON may have whitespace between its parts.
-        is_closed: True where objects have no other properties than the schema declares, unless it asks for them.
+        has_whitespace: True if JSON may have whitespace between its parts.
+        is_closed: True if objects have no other properties than the schema declares, unless it asks for them.
     """
 
     kind: str
@@ -58,8 +58,8 @@ class StructuredOutputs:
         whitespace_pattern, structural_tag: vLLM's fields, which are not supported; None is allowed.
 
     Raises:
-        InvalidParameter: a value is not allowed; the message names the field, the value and what is allowed.
-        UnsupportedFeature: one of the last two fields is given.
+        InvalidParameter: a value is not allowed; the message names the field, the value and the allowed values.
+        UnsupportedFeature: one of the last two fields is set.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -111,7 +111,7 @@ class StructuredOutputs:
 
     @property
     def field(self) -> str:
-        """Name of the given field in error messages."""
+        """Name of the field that is set, for error messages."""
         kind = next(name for name in KINDS if getattr(self, name) not in (None, False))
         return f"structured_outputs.{kind}"
 
@@ -181,7 +181,7 @@ def _check_text(name: str, value: object) -> None:
 
 def lark_literal(text: str) -> str:
     """Return the terminal of a literal text in llguidance's dialect of Lark."""
-    # JSON escapes all control characters but this one, and Lark's strings have none.
+    # JSON escapes all control characters except this one, and Lark's strings cannot contain any.
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 

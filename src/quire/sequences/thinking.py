@@ -1,4 +1,4 @@
-"""Thinking as tokens: where an output's thinking begins and ends, and which tokens end it."""
+"""Thinking as tokens: the phase of an output after each token, and the tokens that end thinking."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ThinkingTokens:
         end_ids: marker after which thinking has ended.
         close_ids: tokens that end thinking in the middle of a message; they end with `end_ids`.
         boundary_ids: tokens after which a new turn begins; markers before them belong to earlier turns.
-        has_headers: True where answers have a marker too, so that nothing before `end_ids` is a part of the answer.
-        turn_ids: tokens with which the chat template begins the model's turn; what is before the last ones was written
-            by somebody else. Empty where there are none.
+        has_headers: True if answers also have a marker, so that nothing before `end_ids` is a part of the answer.
+        turn_ids: tokens with which the chat template begins the model's turn; tokens before the last occurrence belong
+            to earlier turns. Empty if there are none.
     """
 
     start_id: int
@@ -59,7 +59,7 @@ class ThinkingTokens:
     def state_after_prompt(self, prompt_ids: Sequence[int]) -> ThinkingState:
         """Return the state at the beginning of the output: the last marker of the last turn decides."""
         phase, begin = ThinkingPhase.BEFORE, 0
-        # Backwards: what follows the last marker is short, and a prompt may be long.
+        # Backwards: the text after the last marker is short, and a prompt may be long.
         for end in range(len(prompt_ids), 0, -1):
             token_id = prompt_ids[end - 1]
             if token_id == self.end_ids[-1] and _is_before(prompt_ids, end, self.end_ids):
@@ -102,7 +102,7 @@ class ThinkingTokens:
         return state
 
     def closing_ids(self, state: ThinkingState) -> tuple[int, ...]:
-        """Return the tokens that end thinking from a state inside it; a marker that has begun is completed."""
+        """Return the tokens that end thinking from a state inside thinking; an incomplete marker is completed."""
         for marker in (self.end_ids, self.close_ids):
             for length in range(len(marker) - 1, 0, -1):
                 if _ends_with(state.tail, marker[:length]):

@@ -16,7 +16,7 @@ ROOT = 0
 
 
 class SuffixAutomaton:
-    """The smallest automaton that accepts every substring of the texts added to it.
+    """The smallest automaton that accepts every substring of the added texts.
 
     A state stands for the substrings that end at the same positions. Adding a token takes constant time on average;
     there are at most two states and three transitions for each token. Texts cannot be removed.
@@ -61,7 +61,7 @@ class SuffixAutomaton:
         self._text.append(END)
 
     def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Return the state and the length of the longest match of a text's suffix after one more token of the text."""
+        """Return state and length of the longest match of a text's suffix after one more token of that text."""
         state = self.settle(state, length)
         next_state = self._step(state, token)
         while next_state < 0 and state != ROOT:
@@ -71,19 +71,19 @@ class SuffixAutomaton:
         return (ROOT, 0) if next_state < 0 else (self.settle(next_state, length + 1), length + 1)
 
     def settle(self, state: int, length: int) -> int:
-        """Return the current state of a match of `length` tokens, whose state added texts may have split."""
+        """Return the current state of a match of `length` tokens, because added texts may have split its state."""
         while state != ROOT and length <= self._lengths[self._links[state]]:
             state = self._links[state]
         return state
 
     def continuation(self, state: int, limit: int) -> list[int]:
-        """Return the tokens that followed the match in a text: `limit` of them, or fewer where the text ended."""
+        """Return at most `limit` tokens that followed the match in a text, up to the end of the text."""
         end = self._ends[state]
         draft = self._text[end : end + limit].tolist()
         return draft[: draft.index(END)] if END in draft else draft
 
     def _step(self, state: int, token: int) -> int:
-        """Return the state that a token leads to, or -1."""
+        """Return the next state after a token, or -1."""
         if self._tokens[state] == token:
             return self._nexts[state]
         table = self._tables.get(state)
@@ -102,7 +102,7 @@ class SuffixAutomaton:
             self._tokens[state] = END
 
     def _extend(self, last: int, token: int) -> int:
-        """Return the state of the text after a token, and create it where it is missing."""
+        """Return the state of the text after a token; create the state if it does not exist."""
         known = self._step(last, token)
         if known >= 0:
             return known if self._lengths[known] == self._lengths[last] + 1 else self._split(last, token, known)

@@ -1,4 +1,4 @@
-"""Beam search: the `width` likeliest outputs are extended in parallel, and finished ones are kept by their score.
+"""Beam search: the `width` likeliest outputs are extended in parallel, and the best finished outputs are kept.
 
 ```
  beams              candidates, best first                 the next beams
@@ -8,8 +8,8 @@
 ```
 
 All beams of a request advance in one step. The data plane finds the candidates. Candidates that end become hypotheses
-when they are among the `width` best; the best of the others are the next beams. The search, early stopping included, is
-that of `transformers`, so both find the same outputs with the same scores.
+if they are among the `width` best; the best of the others are the next beams. The algorithm, early stopping included,
+equals the one of `transformers`, so both find the same outputs with the same scores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Beams:
     """The strategy of a beam search, whose sequences advance together: see `advance_beams`."""
 
     def num_draws(self, sequence: Sequence) -> int:  # noqa: ARG002
-        """Return 1, which has the logits computed; the beams fork once the candidates are known."""
+        """Return 1, so that the logits are computed; the beams fork once the candidates are known."""
         return 1
 
     def advance(self, sequence: Sequence, token_ids: Seq[int]) -> Seq[Edit]:  # noqa: ARG002
@@ -66,7 +66,7 @@ def advance_beams(search: BeamSearch, beams: Seq[Sequence], candidates: Seq[Cand
         elif rank < width:
             ended.append(_hypothesis(search, beams[candidate.parent_idx], candidate, *end))
     search.num_tokens += len(ended)
-    # The sort is stable: of equal scores, the hypothesis that ended first stays.
+    # The sort is stable: of hypotheses with equal scores, the one that ended first stays.
     search.finished = sorted([*search.finished, *ended], key=lambda known: -known.score)[:width]
     if not going_on or _is_over(request, search, beams[0].num_output + 1, going_on[0][1].score):
         reason = FinishReason.STOP if search.finished else FinishReason.ERROR

@@ -1,8 +1,8 @@
 """Validation of a custom decoding strategy.
 
 Every error becomes a `Fail`, which ends the request: an exception, an invalid number of draws, an edit of a sample that
-does not exist or has ended, a token past the request's limits, a sequence that is left with no token to compute. Each
-edit is checked when it is taken, after the edits before it have been applied.
+does not exist or has ended, a token past the request's limits, a sequence without a token to compute. Each edit is
+checked when it is taken, after the edits before it have been applied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CustomStrategy:
         self._failure: Fail | None = None
 
     def num_draws(self, sequence: Sequence) -> int:
-        """Return the number of tokens to draw; 1 where the strategy's number is invalid: then `advance` fails."""
+        """Return the number of tokens to draw; 1 if the strategy's number is invalid: then `advance` fails."""
         try:
             count = self._strategy.num_draws(sequence)
         except Exception as error:
@@ -108,7 +108,7 @@ def _refusal_of_fork(edit: Fork, sequence: Sequence, targets: list[int]) -> str 
 
 
 def _is_in(value: object, allowed: Seq[int]) -> bool:
-    """Return whether a value is an integer among the allowed ones; True and 1.0, which are equal to 1, are not."""
+    """Return whether a value is an allowed integer; True and 1.0 are not integers here, although they equal 1."""
     return type(value) is int and value in allowed
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from quire.sequences.sequence import Sequence
 
-# Maximum number of positions compared in search of a longer match; bounds the work for repetitive texts.
+# Maximum number of positions compared in one search, which bounds the work for repetitive texts.
 MAX_TRIES = 16
 FIRST_SLOTS = 256
 
@@ -23,7 +23,7 @@ class NgramIndex:
                         ^
     ```
 
-    Source: prompt lookup decoding (A. Saxena, 2023); the chains are those of LZ77 compressors.
+    Source: prompt lookup decoding (A. Saxena, 2023); hash chains as in LZ77 compressors.
     """
 
     __slots__ = ("_end", "_heads", "_longest", "_previous", "_shortest", "_tokens")
@@ -38,9 +38,9 @@ class NgramIndex:
         self._end = shortest
 
     def find(self) -> tuple[int, int]:
-        """Return the position after the longest earlier match of the last tokens, the latest of equals, and its length.
+        """Return the position after the longest earlier match of the last tokens, and the length of the match.
 
-        (0, 0) where no match has `shortest` tokens.
+        Of several matches of that length it is the latest. (0, 0) if no match has `shortest` tokens.
         """
         tokens, num_tokens = self._tokens, len(self._tokens)
         if num_tokens <= self._shortest:
@@ -62,7 +62,7 @@ class NgramIndex:
         return (best_position, best) if best_position else (0, 0)
 
     def continuation(self, position: int, limit: int) -> list[int]:
-        """Return `limit` tokens from a position on; past the end of the list they repeat with its period."""
+        """Return `limit` tokens from a position on; past the end of the list these tokens repeat."""
         draft = self._tokens[position : position + limit]
         period = len(self._tokens) - position
         while len(draft) < limit:

@@ -2,10 +2,10 @@
 
 A step with `k` drafts gives `1 + a + a^2 + ... + a^k` tokens, where `a` is the probability that a draft is accepted
 after all drafts before it were. The engine measures how much longer such a step takes than one without drafts. The best
-`k` has the greatest quotient of tokens and time; 0 where no quotient is above 1. Then a draft is tried now and then,
-and after a wrong one the sequence rests, for a number of tokens that is known.
+`k` has the maximum ratio of expected tokens to time; it is 0 if no ratio is above `MARGIN`. Then a single draft is
+tried from time to time, and after a rejected one the sequence pauses for a number of tokens that is known in advance.
 
-Outputs do not depend on drafts. So a drafter that raises is disabled, and sequences go on without drafts.
+Outputs do not depend on drafts. So a drafter that raises is disabled, and sequences continue without drafts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEMORY = 0.9
 OVERALL_MEMORY = 0.98
 # Weight of the overall rate in a sequence's rate, in drafts.
 PRIOR_DRAFTS = 2.0
-# Tokens until a draft is tried again where none pay; doubled after each rejected one.
+# Number of tokens until a draft is tried again if drafts do not pay; doubled after each rejected one.
 FIRST_PAUSE = 16
 LONGEST_PAUSE = 256
 
@@ -51,7 +51,7 @@ class AcceptanceRate:
         self.num_wrong = self.num_wrong * decay + num_wrong
 
     def share(self, prior: float, weight: float) -> float:
-        """Return the rate, smoothed with `weight` more drafts of which the share `prior` was accepted."""
+        """Return the rate, smoothed with `weight` more drafts with an acceptance rate of `prior`."""
         return (self.num_right + prior * weight) / (self.num_right + self.num_wrong + weight)
 
 
@@ -72,12 +72,12 @@ class AdaptiveDrafter:
 
     Args:
         source: drafter that proposes the tokens.
-        num_tokens: maximum number of tokens of a draft.
+        num_tokens: maximum number of drafts of a sequence in a step.
 
     Attributes:
         step_costs: relative times of a step in which every running sequence has 0, 1, 2, ... drafts; the first is 1.
         is_measuring: True while no sequence gets drafts, so that a step without them can be measured.
-        is_model: True where the data plane makes the drafts.
+        is_model: True if the data plane makes the drafts, with a draft model.
     """
 
     def __init__(self, source: Drafter, num_tokens: int) -> None:
@@ -109,19 +109,19 @@ class AdaptiveDrafter:
         return record.acceptance.share(self._overall.share(0.0, 0.0), PRIOR_DRAFTS)
 
     def resumes_at(self, sequence: Sequence) -> float:
-        """Return the number of tokens below which a sequence gets no drafts, whatever its tokens are."""
+        """Return the number of tokens below which a sequence gets no drafts, independently of its tokens."""
         if self._source is None or sequence.request.params.speculative is False:
             return inf
         record = self._records.get(sequence.seq_id)
         return 0 if record is None else record.resumes_at
 
     def is_probing(self, sequence: Sequence) -> bool:
-        """Return whether drafts did not pay when a sequence was last asked for, so that one is tried now and then."""
+        """Return whether drafts did not pay at the last `propose` for a sequence, so that it tries a single draft."""
         record = self._records.get(sequence.seq_id)
         return record is not None and record.is_probing
 
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """See `Drafter`; the tokens of the step are appended already."""
+        """See `Drafter`; the tokens of the step are already appended."""
         num_wrong = int(num_accepted < num_drafted)
         self._overall.add(num_accepted, num_wrong)
         record = self._records.get(sequence.seq_id)
@@ -144,7 +144,7 @@ class AdaptiveDrafter:
         self._call("reset")
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the source; None where it raises, or has raised before."""
+        """Call a method of the source; return None if it raises, or has raised before."""
         if self._source is None:
             return None
         try:
@@ -156,7 +156,7 @@ class AdaptiveDrafter:
 
 
 def best_depth(share: float, step_costs: Seq[float]) -> int:
-    """Return the number of drafts with the most expected tokens per cost of the step; 0 where drafts do not pay."""
+    """Return the number of drafts with the most expected tokens per cost of the step; 0 if drafts do not pay."""
     best, most = 0, MARGIN
     expected = reached = 1.0
     for depth in range(1, len(step_costs)):

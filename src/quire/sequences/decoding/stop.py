@@ -18,7 +18,7 @@ def end_of_tokens(sequence: Sequence, token_id: int, num_before: int = 0) -> tup
         num_before: number of tokens of the step that are appended before it.
 
     Returns:
-        The reason and, for one of the request's own stop tokens, that token; None when the sequence continues.
+        The reason and, for one of the request's own stop tokens, that token; None if the sequence continues.
     """
     # Called for every token: the common case reads no attribute of the request.
     num_tokens = len(sequence.tokens) + num_before + 1
@@ -32,8 +32,8 @@ def end_of_tokens(sequence: Sequence, token_id: int, num_before: int = 0) -> tup
 class StopStrings:
     """Search for stop strings in a stream of text, across any boundaries of tokens and chunks.
 
-    The result does not depend on where the text is split: the stop string that is complete first wins, and the longest
-    of those that end at the same character.
+    The result does not depend on how the text is split: the stop string that is complete first wins, and of several
+    that end at the same character the longest.
 
     Args:
         strings: non-empty stop strings.
@@ -49,9 +49,9 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, can_stop: bool = True) -> tuple[str, str | None]:
-        """Add text; return the text that can be emitted, and the stop string when one is complete.
+        """Add text; return the text that can be emitted, and the stop string if one is complete.
 
-        A tail that may be the beginning of a stop string is held back until that is decided.
+        A tail that may be the beginning of a stop string is held back until more text decides.
 
         Args:
             text: new text.
@@ -73,7 +73,7 @@ class StopStrings:
         return text[: len(text) - num_held], None
 
     def flush(self) -> str:
-        """Return the text held back, when the sequence ends for another reason."""
+        """Return the text that was held back, if the sequence ends for another reason."""
         held, self._held = self._held, ""
         return held
 

@@ -14,7 +14,7 @@ from quire.sequences.strategy import Append, Edit, Finish, Fork, Strategy, Trunc
 
 
 class Sampling:
-    """Parallel sampling: one prefill, whose last logits give the first tokens of all samples; then it forks."""
+    """Parallel sampling: the last logits of one prefill give the first tokens of all samples, which then fork."""
 
     def num_draws(self, sequence: Sequence) -> int:
         """Return the number of samples that a prompt still has to fork into, itself included; else 1."""
@@ -54,7 +54,7 @@ def _appends(sequence: Sequence, token_ids: Seq[int]) -> list[Edit]:
             finish = Finish(sample_idx, *end)
             break
     if draft:
-        # The token after the accepted drafts is not computed yet, even where it equals the next draft.
+        # The token after the accepted drafts is not computed yet, even if it equals the next draft.
         pairs = zip(draft, token_ids[: len(edits)], strict=False)
         num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if finish is None:

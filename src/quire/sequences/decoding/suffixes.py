@@ -23,7 +23,7 @@ class OutputHistory:
     """Earlier outputs of each namespace, in bounded memory.
 
     Outputs are added to the last segment of their namespace until it is full. When all segments together exceed the
-    limit, the least recently extended one of all namespaces is evicted.
+    limit, the least recently extended segment of all namespaces is evicted.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -41,7 +41,7 @@ class OutputHistory:
         return self._num_bytes
 
     def add(self, namespace: Namespace, tokens: Seq[int]) -> None:
-        """Add an output; one that exceeds a segment is cut to its last tokens."""
+        """Add an output; an output that exceeds a segment is cut to its last tokens."""
         tokens = tokens[-self._max_tokens :]
         numbers = self._numbers.setdefault(namespace, [])
         key = namespace, numbers[-1] if numbers else -1
@@ -113,7 +113,7 @@ class SuffixDrafter:
         for number, segment in self._history.segments(sequence.request.namespace):
             state, length = reader.matches.get(number, (ROOT, 0))
             start = max(reader.end, len(tokens) - REACH)
-            # Resume the match, or restart it REACH tokens before the end where it is too old or does not exist.
+            # Resume the match, or restart it REACH tokens before the end if it is too old or does not exist.
             if start > reader.end or number not in reader.matches:
                 start, state, length = max(0, len(tokens) - REACH), ROOT, 0
             for token in tokens[start:]:
