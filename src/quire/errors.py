@@ -1,7 +1,7 @@
 """Exceptions of Quire.
 
 Expected outcomes are return values. A mistake of the user is a `ConfigError` or a `RequestError` that names the field,
-the value and what is allowed. A bug in Quire is an `InvariantViolation`.
+the value and the allowed values. A bug in Quire is an `InvariantViolation`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _whole(value: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and the message of an exception; the type alone where its own `__str__` fails."""
+    """Return the type and the message of an exception; only the type if its `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -87,7 +87,7 @@ class ConfigError(QuireError):
 
     Args:
         message: description of the error, with both numbers and the option to change.
-        field: name of the option as the user wrote it, where a single option is wrong.
+        field: name of the option as the user wrote it, if a single option is wrong; else None.
     """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -104,7 +104,7 @@ class UnsupportedModel(ConfigError):
 
 
 class LogError(QuireError):
-    """A file that is not a log of memory commands, or one of a version that cannot be replayed."""
+    """A file that is not a log of memory commands, or a log of a version that cannot be replayed."""
 
 
 class TraceError(QuireError):
@@ -124,7 +124,7 @@ class RequestError(QuireError):
 
     Attributes:
         code: short machine-readable reason, used as the OpenAI error code.
-        prompt_idx: index of the prompt that was refused, where several were given together; None where that is unknown.
+        prompt_idx: index of the refused prompt, if several were given together; None if it is unknown.
     """
 
     code: str = "invalid_request"
@@ -153,12 +153,12 @@ class InvalidParameter(RequestError):
 
 
 def renamed(error: RequestError, field: str | None, prompt: str = "") -> RequestError:
-    """Return an error that names its field as the caller does.
+    """Return an error with the caller's name of the field.
 
     Args:
         error: the error, which may be changed.
         field: the caller's name of the field.
-        prompt: the caller's name of the prompt, one of several, that the error is about; it is put in front of a
+        prompt: the caller's name of the prompt that caused the error, if there are several; it is put in front of a
             message that does not begin with the field.
     """
     if isinstance(error, InvalidParameter):
@@ -176,7 +176,7 @@ class InvalidAdapter(RequestError):
 
 
 class OutOfAdapterMemory(InvalidAdapter):
-    """An adapter for which a GPU has no memory beside the KV cache, the largest step and other adapters."""
+    """An adapter for which a GPU has no memory left, after the KV cache, the largest step and other adapters."""
 
 
 class UnknownAdapter(InvalidAdapter):
@@ -199,7 +199,7 @@ class PromptTooLong(RequestError):
         num_tokens: length of the prompt in tokens.
         limit: length of the longest accepted prompt, in tokens.
         reason: name of the limit (the context length, the KV cache).
-        is_exact: False where `num_tokens` is a lower bound.
+        is_exact: False if `num_tokens` is a lower bound.
     """
 
     code = "context_length_exceeded"
@@ -289,7 +289,7 @@ class WorkerError(QuireError):
 
 
 class DeviceFailed(WorkerError):
-    """A GPU has failed in such a way that this process cannot use it any more."""
+    """A GPU failure after which this process cannot use the GPU any more."""
 
 
 class EngineClosed(WorkerError):
@@ -297,11 +297,11 @@ class EngineClosed(WorkerError):
 
 
 class RankFailed(WorkerError):
-    """A rank of a model that several processes share has ended, or does not answer; no rank can go on.
+    """A rank of a model that several processes share has ended, or does not answer; no rank can continue.
 
     Args:
         rank: number of the rank.
-        why: description of what happened to it.
+        why: description of the failure.
     """
 
     def __init__(self, rank: int, why: str) -> None:
@@ -311,7 +311,7 @@ class RankFailed(WorkerError):
 
 
 class LockstepDrift(WorkerError):
-    """A rank planned another step than rank 0, or has other block tables: a bug in Quire, never a user's mistake."""
+    """The plan or the block tables of a rank differ from rank 0: a bug in Quire, never a user's mistake."""
 
 
 class InvariantViolation(QuireError):
