@@ -1,4 +1,4 @@
-"""Which long suites a commit needs: `python -m tools.full_run changed | levels LEVEL ... | record SECONDS`.
+"""The long suites that a commit needs: `python -m tools.full_run changed | levels LEVEL ... | record SECONDS`.
 
 Products of kernels' cases, kernels in Triton's interpreter and compiled for GPUs, and models on the lower levels of
 instructions take most of CI's time, and have the same result as long as the code that they run has not changed. `make
