@@ -21,12 +21,11 @@ from quire.ops.interface.quantized_weight import StoredWeight
 
 
 class SelectedRows(NamedTuple):
-    """Rows of a step, where a mixer is to give what comes of these alone; it keeps what it keeps of all.
+    """Rows whose output is needed; a mixer stores the keys, values and states of all rows.
 
     Args:
         rows: [R] of int64, rising.
-        inputs: inputs of attention if these were all rows of the step; None where there are none, and for
-            other mixers.
+        inputs: inputs of attention if these were all rows of the step; None without rows, and for other mixers.
     """
 
     rows: Tensor
@@ -34,7 +33,7 @@ class SelectedRows(NamedTuple):
 
 
 class OutputRows(NamedTuple):
-    """The rows of a step whose hidden states are needed, where these are not all: the last rows of some sequences.
+    """The rows of a step whose hidden states are needed, if not all: the last rows of some sequences.
 
     Args:
         rows: [R] of int64, rising; there may be none.
@@ -51,7 +50,7 @@ class AttentionInputs(NamedTuple):
     """The inputs of attention in a step, besides its rows.
 
     Args:
-        rotation: rotation of the rows' positions.
+        rotation: cosines and sines of the rows' positions.
         step: the step's attention over the block's cache group.
         query_scales: factors of the rows' queries, [T, 1, 1] of float32, if there are any.
     """
@@ -62,7 +61,7 @@ class AttentionInputs(NamedTuple):
 
 
 def _stored_heads(attention: spec.Attention, qkv: WeightSlots, gate: WeightSlots) -> WeightSlots:
-    """Say how queries, keys and values become what the projections take: each query head is stored with its gates."""
+    """Return slots that split a stored weight into heads and their gates, and reorder heads for the rotation."""
     order = turning_order(attention.rope, attention.head_dim)
     if order is None and not gate:
         return qkv
@@ -144,7 +143,7 @@ class AttentionBlock:
 
     @property
     def packed(self) -> PackedAttention | None:
-        """The block as fused layers take it; None where it does more."""
+        """Weights for the fused kernels; None if the block has parts that they lack."""
         output, gate = self._output.plain, None if self._gate is None else self._gate.run
         if output is None:
             return None
@@ -154,7 +153,7 @@ class AttentionBlock:
     def __call__(
         self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
     ) -> Tensor:
-        """Add to `residual` what each row of `x` gathers from its sequence; its keys and values are stored."""
+        """Add the attention of `x` [T, E] over the rows' sequences to `residual`; keys and values are stored."""
         rotation, step, query_scales = inputs
         q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
         if picked is not None:
@@ -206,7 +205,7 @@ class SharedAttentionBlock:
     def __call__(
         self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
     ) -> Tensor:
-        """Add to `residual` [T, E] what each row of `x` [T, E] gathers from its sequence."""
+        """Add the attention of `x` [T, E] over the rows' sequences to `residual` [T, E]."""
         if picked is not None:
             if not len(residual):
                 return residual
@@ -240,7 +239,7 @@ class GatedMLPBlock:
     """A gated two-layer perceptron."""
 
     def __init__(self, mlp: spec.GatedMLP, width: int, addition: ResidualAdd, ops: Ops) -> None:
-        # Where the gate is scaled, that comes between the product and the gate.
+        # A gate is scaled between the product and the activation, which are then two calls.
         is_scaled = mlp.gate_scale != 1.0
         self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops, gate=None if is_scaled else mlp.activation)
         self._down = ResidualProjection(mlp.width, width, mlp.bias, addition, ops, max_group=DOWN_GROUP)
@@ -250,17 +249,17 @@ class GatedMLPBlock:
 
     @property
     def packed(self) -> PackedMLP | None:
-        """The block as fused layers take it; None where it does more."""
+        """Weights for the fused kernels; None if the block has parts that they lack."""
         down = self._down.plain
         return None if down is None or self._mlp.gate_scale != 1.0 else PackedMLP(self._gate_up.run, down)
 
     @property
     def is_adapted(self) -> bool:
-        """True where an adapter of the present step adds to one of its layers."""
+        """True if an adapter of the current step applies to one of the two layers."""
         return self._gate_up.is_adapted or self._down.is_adapted
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Add to `residual` [T, E], if there is one, what the perceptron makes of `x` [T, E]."""
+        """Return the perceptron's output for `x` [T, E], added to `residual` [T, E] if there is one."""
         product, mlp = self._gate_up.run(x), self._mlp
         if mlp.gate_scale != 1.0:
             product[:, : mlp.width].mul_(mlp.gate_scale)

@@ -1,4 +1,4 @@
-"""One decoder for all families: it runs what a `ModelSpec` says."""
+"""The decoder of all families, as a `ModelSpec` describes it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ class Decoder:
         spec: specification of the model.
         ops: kernels.
         dtype: dtype of weights, hidden states and cache.
-        ranks: ranks that share the model, of which this is one; the layers of `spec` are this rank's then. None for
-            one process.
+        ranks: ranks that share the model; `spec` has this rank's part of the layers then. None for one process.
 
     Attributes:
         ops, spec, dtype, device: the arguments of these names.
         weights: the weights to load; the decoder runs when none is missing.
-        step_adapters: adapters of the present step's rows, for layers that may have adapters.
+        step_adapters: rows of the current step that have an adapter, for layers that take adapters.
         merged_adapter: digest of the adapter that is merged into the weights; None for none.
-        replicas: ranks of which each has the whole model, to make drafts; None for others.
+        replicas: ranks that each hold a full copy of this draft model; None otherwise.
     """
 
     def __init__(
@@ -103,18 +102,18 @@ class Decoder:
         return self.ops.name
 
     def _fuse(self) -> None:
-        """Have the backend run layers, the end of the model, or the experts of a layer by one call where it can."""
+        """Ask the backend for fused layers, a fused head and fused experts."""
         if isinstance(self.ops, FusesLayers):
             self._fused = self._layers.fuse(self.ops)
             self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
-        # Logits of 16 bits lose a sixth of what int8 inputs do, and make equals of tokens that are near each other.
+        # 16-bit logits add a sixth of the error of int8 inputs, and make close logits equal.
         is_free = isinstance(self._head.run, RoundsInputs) and self._head.run.rounds_inputs
         self._head_dtype = torch.float32 if is_free else self.dtype
         if isinstance(self.ops, FusesExperts):
             self._layers.fuse_experts(self.ops)
 
     def fuse_adapted(self) -> None:
-        """Have the backend run layers that take adapters by one call too, or the experts of a layer."""
+        """Ask the backend for fused layers and fused experts with adapters."""
         if isinstance(self.ops, FusesLayers):
             self._fused_adapted = self._layers.fuse(self.ops)
         if isinstance(self.ops, FusesExperts):
@@ -130,7 +129,7 @@ class Decoder:
         output_rows: OutputRows | None = None,
         adapters: tuple[LoraRows, LoraRows | None] | None = None,
     ) -> Tensor:
-        """Run the layers over a step's rows; what they keep of the rows is stored on the way.
+        """Run the layers over a step's rows; keys, values and states are stored.
 
         After the mixer of the last cached layer, only output rows are computed.
 
@@ -139,12 +138,12 @@ class Decoder:
             positions: [T] of int64.
             groups: the step's part in each cache group.
             storages: one for each cache group.
-            given: rows, [M] of int64, and embeddings [M, E] to take for them as they are, in place of the tokens' own.
+            given: rows, [M] of int64, and embeddings [M, E] that replace the embeddings of their tokens, unscaled.
             output_rows: rows whose hidden states are returned; None for all rows.
             adapters: rows that have an adapter, among all rows and among the output rows; None for no such row.
 
         Returns:
-            Hidden states before the last norm, [T, E]; where `output_rows` are given, [R, E].
+            Hidden states before the last norm, [T, E]; [R, E] with `output_rows`.
         """
         if adapters is not None or self.step_adapters.all is not None:
             self.step_adapters.begin(adapters)
@@ -167,15 +166,15 @@ class Decoder:
         return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [R, V], float32, of hidden states [R, E]; of ranks, on the first one."""
+        """Return the logits [R, V], float32, of hidden states [R, E]; only rank 0 calls it."""
         ranks = self._ranks
         product = self._product(hidden) if ranks is None else ranks.head(hidden, self._product, self._widths)
         return self._as_logits(product)
 
     def likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the greatest logit [R] of each row of `hidden` [R, E] and its token [R]; each rank looks for its own.
+        """Return the greatest logit [R] of each row of `hidden` [R, E] and its token [R]; ranks search their columns.
 
-        None without ranks, whose logits are there as a whole.
+        None for one process, which has all columns.
         """
         return None if self._ranks is None else self._ranks.likeliest(hidden, self._own_logits, self._widths)
 
@@ -184,7 +183,7 @@ class Decoder:
         if self._ranks is not None:
             return self._ranks.agreed_likeliest(self._own_logits(hidden), self._widths)
         tokens = self.logits(hidden).argmax(-1)
-        # Processors of hosts may round otherwise, and what ranks compute next must be the same.
+        # Processors of different hosts may round differently, and all ranks must continue with the same tokens.
         return tokens if self.replicas is None else self.replicas.of_first(tokens)
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
@@ -201,16 +200,16 @@ class Decoder:
 
     @property
     def is_follower(self) -> bool:
-        """True on a rank whose tokens are drawn on rank 0."""
+        """True on all ranks but 0, which samples the tokens."""
         return self._ranks is not None and self._ranks.rank > 0
 
     def serve_head(self) -> None:
-        """Take part in the logits of other rows that the first rank asks for, until it sends commands again."""
+        """Compute this rank's logits of rows that rank 0 sends, until it sends commands."""
         assert self._ranks is not None, "one process has all logits"
         self._ranks.serve_head(self.spec.width, self.dtype, self._product, self._own_logits, self._widths)
 
     def _product(self, hidden: Tensor) -> Tensor:
-        """Return the head's product [R, V] of hidden states [R, E]; of ranks, the columns of this one."""
+        """Return the head's product [R, V] of hidden states [R, E]; with several ranks, this rank's columns."""
         if self._fused_head is not None:
             return self._fused_head(hidden)
         return self._head.run(self._norm(hidden).to(self._head_dtype))

@@ -10,8 +10,8 @@ from quire.ops.cpu.native_library import MAX_HEAD_DIM
 def check_deterministic(spec: ModelSpec) -> None:
     """Reject a model with a part whose results depend on the batch, or are not shown to be independent of it.
 
-    Chunks of a recurrence are summed differently than single rows; stock operators on vectors compute sigmoids of what
-    is left over, and scaled sums, with another rounding.
+    Chunks of a recurrence are summed differently than single rows; stock vectorised operators round sigmoids of the
+    remaining elements, and scaled sums, differently.
     """
     found = next((part for layer in spec.layers for part in hindrances(layer)), None)
     if spec.per_layer_inputs is not None:
@@ -25,7 +25,7 @@ def check_deterministic(spec: ModelSpec) -> None:
 
 
 def hindrances(layer: LayerSpec) -> list[str]:
-    """Return, in words, the parts of a layer for which no bits are promised."""
+    """Return the names of a layer's parts that may depend on the batch."""
     found = []
     for part in layer.parts:
         if not isinstance(part, Attention):

@@ -1,4 +1,4 @@
-"""The embedding of tokens, whose matrix may be that of the head."""
+"""The token embedding, which may share its matrix with the output head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.ops.interface.quantized_weight import StoredWeight
 
 
 class TokenEmbedding:
-    """A matrix whose rows are looked up; of a tied head, the weight of its product too."""
+    """The embedding matrix; with a tied head, also the head's weight."""
 
     look_up: Callable[[Tensor], Tensor]
 
@@ -27,7 +27,7 @@ class TokenEmbedding:
         self.slot = WeightSlot((num_rows or spec.vocab_size, spec.width), self._fill, self._fill_stored)
 
     def _fill(self, tensor: Tensor) -> None:
-        """Take the matrix for look-ups and, of a tied head, for its product: packed, if rows can be had from that."""
+        """Take the matrix for look-ups and a tied head: one packed copy for both if rows can be read from it."""
         if self._is_tied:
             self._head.slots["weight"].fill(tensor)
             if isinstance(self._head.run, KeepsRows):
@@ -36,7 +36,7 @@ class TokenEmbedding:
         self.look_up = partial(self._ops.embedding, weight=tensor.clone())
 
     def _fill_stored(self, weight: StoredWeight) -> None:
-        """Take a matrix that is stored quantised: rows are looked up in what is packed, for both ends if it is tied."""
+        """Take a stored quantised matrix: rows are read from the packed weight, which a tied head shares."""
         fill_head = self._head.slots["weight"].fill_stored
         if self._is_tied and fill_head is not None:
             fill_head(weight)
@@ -53,7 +53,7 @@ class RowsOfRanks:
         self._first, self._end = Share(ranks.rank, ranks.size).vocabulary(vocab_size)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids` [T]: the ranks that do not have a row add zeros."""
+        """Return the rows of `ids` [T], summed over the ranks: a rank without a row adds zeros."""
         is_here = (ids >= self._first) & (ids < self._end)
         rows = self._look_up((ids - self._first).clamp_(0, self._end - self._first - 1))
         return self._ranks.all_reduce(torch.where(is_here[:, None], rows, 0.0))

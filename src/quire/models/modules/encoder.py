@@ -1,4 +1,4 @@
-"""One encoder for all families: it runs what an `EncoderSpec` says over ragged rows, without padding or a cache."""
+"""The encoder of all families, as an `EncoderSpec` describes it: over ragged rows, without padding or a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block of an FFN that is many experts, of which each token goes through a few."""
+"""Mixture-of-experts block: a router sends each token to a few experts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from quire.ops.interface.quantized_weight import StoredWeight
 class ExpertsBlock:
     """Experts with a router.
 
-    Rows are brought together by expert: an expert that any row goes through costs two products, the others none. Where
-    experts are divided among ranks, each rank chooses among all, and computes its own.
+    Rows are grouped by expert: an expert with rows costs two matmuls, the others none. If experts are divided among
+    ranks, each rank routes over all experts and computes its own.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class ExpertsBlock:
         setattr(self, name, tensor.clone())
 
     def fuse(self, ops: FusesExperts) -> None:
-        """Let `ops` run the block by one call, if it does; all weights are there."""
+        """Ask `ops` for fused experts, once all weights are loaded."""
         self.fused = ops.fuse_experts(self._routed)
 
     def fuse_adapted(self, ops: FusesExperts) -> None:
-        """Let `ops` run the block with adapters by one call, if it does; all layers that take adapters do."""
+        """Ask `ops` for fused experts with adapters, once the layers take adapters."""
         self.fused_adapted = ops.fuse_experts(self._routed)
 
     @property
     def packed(self) -> RoutedExperts | None:
-        """The block as fused layers take it; None where it does more."""
+        """Weights for the fused kernels; None if the block has parts that they lack."""
         return self._routed if self._addition.is_plain and self._router_norm is None else None
 
     @property
@@ -106,13 +106,13 @@ class ExpertsBlock:
         )
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add to `residual` [T, E] what the experts of each row make of `x` [T, E]."""
+        """Add the experts' output for `x` [T, E] to `residual` [T, E]."""
         if self._addition == ResidualAdd():  # experts add to it by themselves
             return self.mix(x, residual)
         return self._addition(self.mix(x), residual)
 
     def mix(self, x: Tensor, start: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
-        """Add what the experts of each row make of it."""
+        """Return the experts' output for `x` [T, E], added to `start`; the router reads `routed`, `x` by default."""
         experts, routed = self._experts, x if routed is None else routed
         if self._router_norm is not None:
             routed = self._router_norm(routed)
@@ -121,7 +121,7 @@ class ExpertsBlock:
         if fused is not None:
             return fused(x, routed, start)
         chosen, scores = choose(self._router.run(routed), experts, self._choice_bias, self._expert_scales)
-        # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
+        # In float32 and always in the order of the experts: a row's result does not depend on the other rows.
         total = self._begin(x, start)
         pairs = group_pairs(chosen, experts.bounds, experts.num_experts, adapted)
         rows, weights = pairs.places // experts.num_chosen, scores.flatten()[pairs.places][:, None]
@@ -136,9 +136,9 @@ class ExpertsBlock:
         return total.to(x.dtype)
 
     def _products(self, seen: Tensor, pairs: ExpertPairs) -> Iterator[tuple[slice, Tensor]]:
-        """Yield what experts make of the pairs that go through them, with the range of these.
+        """Yield each expert's range of pairs and its output for them.
 
-        What adapters add is computed for all experts together, before the products of each.
+        The output of adapters is computed for all experts together, before the experts' matmuls.
         """
         gate_up, down = self._gate_up, self._down
         if pairs.adapted is None:
@@ -153,12 +153,12 @@ class ExpertsBlock:
 
     @property
     def _is_adapted(self) -> bool:
-        """True where an adapter of the present step adds to the router or to the shared expert."""
+        """True if an adapter of the current step applies to the router or to the shared expert."""
         dense = (self._router, self._shared, self._shared_gate)
         return any(part is not None and part.is_adapted for part in dense)
 
     def _begin(self, x: Tensor, start: Tensor | None) -> Tensor:
-        """Return what experts add to, in float32: `start`, and what the shared expert makes of `x`."""
+        """Return the sum that experts add to, in float32: `start` and the shared expert's output for `x`."""
         shared, gate = self._shared, self._shared_gate
         if shared is not None and gate is None:
             return shared(x, start).float()
@@ -198,7 +198,7 @@ class MLPBesideExpertsBlock:
             self.slots |= nested(norm=addition.norm.slots)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add to `residual` [T, E] what the MLP makes of `x` [T, E], and experts of `residual`."""
+        """Add the MLP's output for `x` [T, E] and the experts' output for `residual` to `residual` [T, E]."""
         dense = self._mlp_norm(self._mlp(x, None))
         mixed = self._experts.mix(self._experts_input_norm(residual), routed=residual)
         sparse = self._experts_norm(mixed if self._ranks is None else self._ranks.all_reduce(mixed))
@@ -241,7 +241,7 @@ class ExpertProjections:
         shape: tuple[int, ...] = (num_experts * out_width, in_width)
         if experts.transposed:
             shape = (num_experts, in_width, out_width)
-        # The place of each output in what is stored of an expert; None where that is in order.
+        # Row of an expert's stored weight for each output; None for all in order.
         self._order: Tensor | None = None
         if gate is not None and experts.interleaved:
             self._order = torch.arange(out_width).view(-1, 2).T.flatten()
@@ -254,20 +254,20 @@ class ExpertProjections:
         self.slots["weight"] = WeightSlot(shape, self._fill, fill_stored, experts=self)
 
     def adapt(self, ops: Ops, step: StepAdapters) -> ExpertAdapters:
-        """Let the layers take adapters, of which there are none yet."""
+        """Make the layers take adapters, and return their empty slots."""
         self.adapters = ExpertAdapters(ops.make_lora(self._shape[1]), self._bounds, step)
         return self.adapters
 
     def adapted_rows(self, num_rows: int) -> LoraRows | None:
-        """Return the rows, of so many of the present step, to which adapters may add; None for no such row."""
+        """Return the rows with an adapter among a step's `num_rows` rows; None if no adapter applies here."""
         return None if self.adapters is None else self.adapters.rows(num_rows)
 
     def added(self, x: Tensor, pairs: LoraRows) -> Tensor | None:
-        """Return what adapters add to the products of `x` [P, in], [P, out]; None where that is nothing."""
+        """Return the adapters' output [P, out] for `x` [P, in]; None if no adapter applies."""
         return None if self.adapters is None else self.adapters(x, pairs)
 
     def run(self, idx: int, x: Tensor, rows: slice, added: Tensor | None) -> Tensor:
-        """Return the product of some rows of `x` with an expert's weight, with what is added to it."""
+        """Return an expert's output for some rows of `x`, plus their rows of `added`."""
         return self.runs[idx](x[rows], None if added is None else added[rows])
 
     def _fill_biases(self, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The layers of a decoder, run one by one: the way of every step that a backend does not run by one call."""
+"""The layers of a decoder, run one by one if the backend has no fused layers for the step."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class LayerStack:
         ranks: RankGroup | None = None,
     ) -> None:
         self._spec, self._ops, self._ranks = spec, ops, ranks
-        # Inputs of mixers in a step: the step of a cache group, and for attention a rotation.
+        # Kinds of inputs of mixers: the step of a cache group and, for attention, a rotation and a temperature.
         mixers_of_all = (mixer for layer in spec.layers for mixer in layer.parts)
         self._inputs = list(dict.fromkeys(map(input_kind, mixers_of_all, chain.from_iterable(spec.cache_positions))))
-        # From the last cached layer on, only output rows are computed: their attention is another step's.
+        # From the last cached layer on, only output rows are computed, with an attention step of their own.
         last = self._last_cached_layer = spec.last_cached_layer
         tail = {
             input_kind(*part)
@@ -59,7 +59,7 @@ class LayerStack:
             self.slots |= nested(**{f"layers.{idx}": layer_slots})
 
     def fuse(self, ops: FusesLayers) -> FusedLayers | None:
-        """Return the layers as one call of the backend; None where it cannot run them so."""
+        """Return the backend's fused layers; None if it cannot fuse them."""
         layers = packed_layers(self._spec, self._layers, self._inputs, list(self.rotations))
         if layers is None or self._ranks is None:
             return None if layers is None else ops.fuse_layers(layers)
@@ -67,13 +67,13 @@ class LayerStack:
         return ops.fuse_layers(layers, transport) if isinstance(transport, SharedMemoryRanks) else None
 
     def fuse_experts(self, ops: FusesExperts) -> None:
-        """Have the backend run the experts of each layer by one call where it can."""
+        """Ask the backend for fused experts in each layer."""
         for layer in self._layers:
             if not isinstance(layer.ffn, GatedMLPBlock):
                 layer.ffn.fuse(ops)
 
     def fuse_adapted_experts(self, ops: FusesExperts) -> None:
-        """Do the same for steps with adapters, once all layers that take adapters do."""
+        """Ask the backend for fused experts with adapters, once all layers take adapters."""
         for layer in self._layers:
             if not isinstance(layer.ffn, GatedMLPBlock):
                 layer.ffn.fuse_adapted(ops)

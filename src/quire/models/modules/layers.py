@@ -36,7 +36,7 @@ class MixerBlock(Protocol):
     """A mixer with its weights.
 
     Attributes:
-        packed: the mixer as fused layers take it; None where it does more.
+        packed: weights for the fused kernels; None if the mixer has parts that they lack.
         slots: slots of its weights.
     """
 
@@ -46,9 +46,9 @@ class MixerBlock(Protocol):
     def packed(self) -> PackedAttention | PackedRecurrence | None: ...
 
     def __call__(self, x: Tensor, residual: Tensor, inputs: Any, picked: SelectedRows | None = None, /) -> Tensor:
-        """Add to `residual` [T, E] what the mixer makes of `x` [T, E] and of what the step gives to its kind.
+        """Return `residual + mixer(x)`, all [T, E], with the step's inputs for this kind of mixer.
 
-        Where rows are picked, `residual` and result are [R, E].
+        With picked rows, `residual` and the result are [R, E].
         """
 
 
@@ -141,7 +141,7 @@ def packed_layers(
     inputs: Sequence[InputKind],
     rotations: Sequence[tuple[Rope | None, int]],
 ) -> list[PackedLayer] | None:
-    """Return layers as fused layers take them; None where one has other parts or does more."""
+    """Return the layers' weights for the fused kernels; None if a layer has parts that they lack."""
     packed = []
     for layer, ((group_idx, layer_idx), *_) in zip(layers, spec.cache_positions, strict=True):
         mixer_norm, ((block, input_idx), *others), ffn_norm, ffn_block, gate, scale = layer
@@ -161,7 +161,7 @@ def make_input(
     rotations: Mapping[tuple[Rope | None, int], Rotation],
     scales: Mapping[Temperature, Tensor],
 ) -> Any:
-    """Return what a step gives to mixers of a kind: of its group's step, its rotations and its queries' scales."""
+    """Return a step's inputs for a kind of mixer: its cache group's step; rotation and query scales of attention."""
     group_idx, rope_key, temperature = kind
     if rope_key is None:
         return steps[group_idx]
@@ -169,7 +169,7 @@ def make_input(
 
 
 def input_kind(mixer: Mixer, cache_position: tuple[int, int]) -> InputKind:
-    """Return what mixers that are given the same each step have in common."""
+    """Return a mixer's kind: mixers of one kind share their inputs in each step."""
     if not isinstance(mixer, Attention):
         return cache_position[0], None, None
     return cache_position[0], (mixer.rope, mixer.head_dim), mixer.temperature

@@ -1,4 +1,4 @@
-"""The head for multi-token prediction (MTP): one more layer, which guesses the token after the next."""
+"""The head for multi-token prediction (MTP): one more layer, which predicts the token after the next one."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class MTPHead(Decoder):
                                                                                +-> in place of h[i], for x[i + 2]
     ```
 
-    The pair of `x[i]` and `h[i - 1]` lies in the slot of `x[i]`, so that a block depends on no token behind it. The
-    first token of a sequence has zeros for a hidden state.
+    The pair of `x[i]` and `h[i - 1]` has the slot of `x[i]`, so that a block depends on no later token. The first token
+    of a sequence is paired with zeros.
 
     Args:
         target: decoder with all its weights, whose hidden states are read; embedding and output head are shared, and
-            of ranks, the layer is divided as its layers are.
-        spec: specification of the head (`ModelSpec.is_mtp`); of ranks, of this one's part.
+            the layer is divided among the same ranks.
+        spec: specification of the head (`ModelSpec.is_mtp`), or of this rank's part.
 
     Source: multi-token prediction, DeepSeek-V3 technical report, arXiv 2412.19437.
     """
@@ -57,7 +57,7 @@ class MTPHead(Decoder):
         return torch.empty(len(input_ids), self.spec.width, dtype=self.dtype, device=self.device)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return hidden states of the target [T, E] after its last norm: so the head reads them."""
+        """Return hidden states of the target [T, E] after its last norm, as the head needs them."""
         return self._target_norm(hidden)
 
     def run(
@@ -70,7 +70,7 @@ class MTPHead(Decoder):
         given: tuple[Tensor, Tensor] | None = None,
         output_rows: OutputRows | None = None,
     ) -> Tensor:
-        """Run the head over a step's rows; keys and values are stored on the way.
+        """Run the head over a step's rows; keys and values are stored.
 
         Args:
             input_ids, positions, groups, storages, given, output_rows: see `Decoder`; group and storage of the hidden
@@ -78,7 +78,7 @@ class MTPHead(Decoder):
             hidden: [T, E], for each row the normed hidden state of the token before it.
 
         Returns:
-            Normed hidden states, [T, E]; where `output_rows` are given, [R, E].
+            Normed hidden states, [T, E]; [R, E] with `output_rows`.
         """
         embedded = self._embed(input_ids)
         if given is not None:

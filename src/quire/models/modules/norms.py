@@ -33,12 +33,12 @@ class Norm:
 
 
 def unit_scale(norm: spec.RMSNorm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a norm's scale of ones: of float32 where it is a sum with 1 or applied so, else of the model's dtype."""
+    """Return scales of ones: float32 if 1 is added to the weight or the norm is `wide`, else the model's dtype."""
     return torch.ones(shape, dtype=torch.float32 if norm.zero_centred or norm.wide else dtype, device=device)
 
 
 def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...], order: Tensor | None = None) -> WeightSlot:
-    """Say how a norm's weight of `shape` becomes its scale, in another order if one is given."""
+    """Return the slot of a norm's weight of `shape`, which fills its scale, reordered by `order` if one is given."""
 
     def fill(weight: Tensor) -> None:
         scale.copy_(weight if order is None else weight[order])

@@ -21,7 +21,7 @@ from quire.ops.interface.quantized_weight import StoredWeight
 
 
 class PerLayerEmbedding:
-    """The sum of each token's rows of a table, one for each layer, and of what its embedding is projected to.
+    """Per-layer inputs: the sum of a token's row of a table and a projection of its embedding.
 
     Args:
         inputs: the table and the norm of what is projected.
@@ -67,7 +67,7 @@ class PerLayerEmbedding:
         self._look_up = look_up if self._ranks is None else RowsOfRanks(look_up, self._vocab_size, self._ranks)
 
     def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
-        """Return what the layers are told, [T, L, P].
+        """Return the inputs of all layers, [T, L, P], for tokens [T] and embeddings `x` [T, E].
 
         Args:
             input_ids: [T] of int64.
@@ -90,5 +90,5 @@ class PerLayerGate:
         self.slots: WeightSlots = nested(gate=self._gates.slots, output=self._output.slots)
 
     def __call__(self, x: Tensor, told: Tensor) -> Tensor:
-        """Return `x` [T, E] and what the gates that it opens let through of `told` [T, P]."""
+        """Return `x + projection(gate(x) * told)`, [T, E], for the layer's inputs `told` [T, P]."""
         return self._output(self._gate(torch.cat((self._gates.run(x), told), 1), self._activation), x)

@@ -16,12 +16,12 @@ from quire.ops.interface.adapted_linear import AdaptedLinear
 from quire.ops.interface.ops import Linear, Ops
 from quire.ops.interface.quantized_weight import StoredWeight
 
-# Slices of the inputs of the last projection of a block, over all ranks: so many ranks, or fewer, give the same bits.
+# Slices of the inputs of a block's last projection, over all ranks: up to so many ranks give the same bits.
 SUM_SLICES: Final = 4
 
 
 class Projection:
-    """A linear layer, packed as soon as its parts are there."""
+    """A linear layer, packed as soon as its weight and bias are loaded."""
 
     __slots__ = ("_pack", "_parts", "run", "slots")
 
@@ -44,11 +44,11 @@ class Projection:
         self._parts[name] = tensor
         if len(self._parts) == len(self.slots):
             self.run = self._pack(**self._parts)
-            self._parts = {}  # the plain weight is let go
+            self._parts = {}  # drops the unpacked weight
 
     @property
     def is_adapted(self) -> bool:
-        """True where an adapter of the present step adds to the layer."""
+        """True if an adapter of the current step applies to the layer."""
         return isinstance(self.run, AdaptedLinear) and self.run.is_active
 
 
@@ -56,9 +56,9 @@ class ResidualAdd(NamedTuple):
     """The addition of the output of a mixer or an FFN to the residual.
 
     Args:
-        norm: that it goes through first, if any.
-        scale: that it is multiplied by.
-        ranks: ranks whose outputs are summed before that; None where the output is whole.
+        norm: norm of the output, or None.
+        scale: factor of the output, after the norm.
+        ranks: ranks whose outputs are summed before the norm; None if the output is complete.
     """
 
     norm: Norm | None = None
@@ -67,7 +67,7 @@ class ResidualAdd(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True where the output is added as it is."""
+        """True without a norm and a scale."""
         return self.norm is None and self.scale == 1.0
 
     def __call__(self, y: Tensor, residual: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class ResidualAdd(NamedTuple):
 
 
 class ResidualProjection:
-    """The last projection of a mixer or an FFN, what is done to its result, and the residual."""
+    """The last projection of a mixer or an FFN, and the addition of its result to the residual."""
 
     __slots__ = ("_addition", "_is_plain", "_projection", "slots")
 
@@ -96,7 +96,7 @@ class ResidualProjection:
 
     @property
     def plain(self) -> Linear | None:
-        """The projection, where its result is added as it is."""
+        """The projection if its result is added without a norm and a scale, else None."""
         return self._projection.run if self._is_plain else None
 
     @property
@@ -105,7 +105,7 @@ class ResidualProjection:
         return self._projection.is_adapted
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Add to `residual` [T, out], if there is one, what `x` [T, in] is projected to."""
+        """Return the projection of `x` [T, in], added to `residual` [T, out] if there is one."""
         ranks = self._addition.ranks
         if ranks is None and (residual is None or self._is_plain):
             return self._projection.run(x, residual)

@@ -53,11 +53,11 @@ class ShortConvBlock:
 
     @property
     def packed(self) -> PackedRecurrence | None:
-        """The block as fused layers take it; None where it does more."""
+        """Weights for the fused kernels; None if the block has parts that they lack."""
         return _packed(self._input, self._output, self._weights)
 
     def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
-        """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
+        """Add the block's output for `x` [T, E] to `residual` [T, E]; the sequences' states are updated."""
         y = step.short_conv(self._layer_idx, self._input.run(x), self._weights)
         return _add(self._output, y, residual, picked)
 
@@ -98,7 +98,7 @@ class Mamba2Block:
         self._weights = Mamba2Weights(conv.taps, conv.bias, heads, norm_scales, norm_eps, written, gate_scale, dt_scale)
 
     def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
-        """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
+        """Add the block's output for `x` [T, E] to `residual` [T, E]; the sequences' states are updated."""
         y = step.mamba2(self._layer_idx, self._input.run(x), self._weights)
         return _add(self._output, y, residual, picked)
 
@@ -131,11 +131,11 @@ class GatedDeltaNetBlock:
 
     @property
     def packed(self) -> PackedRecurrence | None:
-        """The block as fused layers take it; None where it does more."""
+        """Weights for the fused kernels; None if the block has parts that they lack."""
         return _packed(self._input, self._output, self._weights)
 
     def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
-        """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
+        """Add the block's output for `x` [T, E] to `residual` [T, E]; the sequences' states are updated."""
         y = step.gated_delta_net(self._layer_idx, self._input.run(x), self._weights)
         return _add(self._output, y, residual, picked)
 
@@ -148,7 +148,7 @@ def _packed(
 
 
 def _add(output: ResidualProjection, y: Tensor, residual: Tensor, picked: SelectedRows | None) -> Tensor:
-    """Add to `residual` what the rows of `y`, or the picked ones, are projected to."""
+    """Add the projection of `y`, or of its picked rows, to `residual`."""
     if picked is not None:
         if not len(residual):
             return residual

@@ -1,4 +1,4 @@
-"""The decoder of a stage: hidden states come from the stage before, and go to the one behind."""
+"""The decoder of a stage: hidden states come from the previous stage, and go to the next."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from quire.ops.interface.ops import AttentionBatch, Ops, PagedKV, PagedStates, S
 
 
 class StagePart(NamedTuple):
-    """The part of a model in stages that a rank has.
+    """A rank's part of a model in stages.
 
     Args:
         stage: its stage.
-        spec: specification of the layers of the stage; of this rank's part, where others share the stage.
+        spec: specification of the stage's layers, or of this rank's part if others share the stage.
         weight_map: see `stage_weights`.
-        splits: parts of weights that are read, by their names in the stage; all others are read whole.
+        splits: parts of weights that are read, by names in the stage; other weights are read whole.
     """
 
     stage: Stage
@@ -37,7 +37,7 @@ class StagePart(NamedTuple):
 
 
 def part_of(spec: ModelSpec, weight_map: WeightMap, group: PipelineGroup) -> StagePart:
-    """Return what this rank has of a model."""
+    """Return this rank's part of a model."""
     stages, share = divide(spec, group.grid.num_stages), share_of(group.tensor)
     stage, shares = stages[group.stage], None if group.tensor is None else splits_of(spec, share)
     own_spec = stage_spec(shard_spec(spec, share), stages, stage.idx)
@@ -53,8 +53,8 @@ class StageDecoder(Decoder):
      last stage                           -- [T, E] --> layers -> rows that are sampled -> norm, head
     ```
 
-    With per-layer inputs, the embeddings [T, E] travel beside the hidden states: each stage makes those of its layers.
-    Where tensor parallel ranks share a stage, each has a part of every layer of it, and all have the hidden states.
+    With per-layer inputs, the embeddings [T, E] are sent with the hidden states: each stage computes its inputs.
+    Tensor parallel ranks that share a stage have a part of each of its layers, and all have the hidden states.
 
     Args:
         part: part of the model that this rank has.
@@ -71,7 +71,7 @@ class StageDecoder(Decoder):
         self._num_sent, self._make_inputs = 1, self._per_layer_inputs
         if not stage.is_first:
             self._look_up = self._receive
-            self._embedding_scale = 1.0  # what comes is scaled
+            self._embedding_scale = 1.0  # received states are scaled already
         if self._make_inputs is not None:
             self._num_sent, self._per_layer_inputs = 2, self._make_own_inputs
         if not stage.is_last:
@@ -80,14 +80,14 @@ class StageDecoder(Decoder):
         self.weights = WeightTable(slots, dtype, device, self._fuse)
 
     def _receive(self, input_ids: Tensor) -> Tensor:
-        """Return the hidden states [T, E] that the stage before has computed for tokens [T]."""
+        """Return the hidden states [T, E] of tokens [T] from the previous stage."""
         received = self._group.receive((self._num_sent, len(input_ids), self.spec.width), self.dtype)
         if self._num_sent > 1:
             self._embeddings = received[1]
         return received[0]
 
     def _make_own_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor:
-        """Return what the layers of this stage are told, [T, layers, P]; see `PerLayerEmbedding`."""
+        """Return the per-layer inputs of this stage, [T, layers, P]; see `PerLayerEmbedding`."""
         if self._stage.is_first:
             self._embeddings = x
         assert self._embeddings is not None, "embeddings come with hidden states"
@@ -104,7 +104,7 @@ class StageDecoder(Decoder):
         output_rows: OutputRows | None = None,
         adapters: tuple[LoraRows, LoraRows | None] | None = None,
     ) -> Tensor:
-        """Run the layers of this stage; see `Decoder`. Other stages than the last one compute and send all rows."""
+        """Run the layers of this stage; see `Decoder`. All stages but the last compute and send all rows."""
         assert given is None, "embeddings of media do not travel"
         rows = output_rows if self._stage.is_last else None
         if adapters is not None and rows is None:
@@ -120,7 +120,7 @@ class StageDecoder(Decoder):
         """Check that the hidden states of every step can be sent.
 
         Raises:
-            ConfigError: those of `max_num_batched_tokens` tokens are too large.
+            ConfigError: the hidden states of `max_num_batched_tokens` tokens are too large.
         """
         limit = MAX_MESSAGE_BYTES // (self._num_sent * self.spec.width * self.dtype.itemsize)
         if max_num_batched_tokens > limit:
@@ -132,17 +132,17 @@ class StageDecoder(Decoder):
 
     @property
     def is_follower(self) -> bool:
-        """True on all ranks but 0, on which tokens are drawn."""
+        """True on all ranks but 0, which samples the tokens."""
         return not self._stage.is_last or super().is_follower
 
     def serve_head(self) -> None:
-        """See `Decoder`; other stages than the last one have no part of the head."""
+        """See `Decoder`; only the last stage has a head."""
         if self._stage.is_last:
             super().serve_head()
 
     def _fuse(self) -> None:
         super()._fuse()
-        # A tied matrix is laid out for look-ups and for products; where these are two tensors, one is of no use here.
+        # A tied matrix has a layout for look-ups and one for the head; of two tensors, a stage needs only one.
         if not self._stage.is_first:
             vars(self._embedding).pop("look_up", None)
         if not self._stage.is_last:
@@ -150,5 +150,5 @@ class StageDecoder(Decoder):
 
 
 def no_head(x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Stand for the output head where another stage has it."""
+    """Replace the output head on stages without one."""
     raise AssertionError("another stage has the output head", x.shape, residual)

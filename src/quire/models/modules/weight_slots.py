@@ -29,7 +29,7 @@ class TakesExpertAdapters(Protocol):
 
 
 class AdaptedRows(NamedTuple):
-    """The rows of a stored weight that a linear layer takes, and what an adapter of the weight adds to it.
+    """The rows of a stored weight, and of its adapters' output, that a linear layer takes.
 
     Args:
         projection: the layer.
@@ -45,11 +45,11 @@ class WeightSlot(NamedTuple):
 
     Args:
         shape: shape of the tensor that `fill` takes.
-        fill: function that is called once with the tensor, which may lie in a file: what is kept of it is copied.
-        fill_stored: the same for a weight that is stored quantised; None where a tensor is needed.
+        fill: function that is called once with the tensor, which may be a view of a file: it copies it to keep it.
+        fill_stored: the same for a stored quantised weight; None if `fill` needs the dequantised tensor.
         dtype: dtype of the tensor; None for the model's.
-        adapted: linear layers that the weight becomes; empty where none takes adapters.
-        experts: layers of experts that the weight becomes; None where it becomes none.
+        adapted: linear layers made of the weight; empty if they take no adapters.
+        experts: layers of experts made of the weight; None if there are none.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class WeightSlot(NamedTuple):
     experts: TakesExpertAdapters | None = None
 
 
-# Name of a weight within its block -> where it goes.
+# Slot of each weight, by its name within the block.
 WeightSlots = dict[str, WeightSlot]
 
 
@@ -70,7 +70,7 @@ def nested(**parts: WeightSlots) -> WeightSlots:
 
 
 class WeightTable:
-    """The weights of a model, by name, and which of them are not loaded yet."""
+    """The slots of a model's weights by name, and the names of weights that are not loaded yet."""
 
     def __init__(
         self, slots: WeightSlots, dtype: torch.dtype, device: torch.device, on_complete: Callable[[], object]
@@ -81,7 +81,7 @@ class WeightTable:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names of the weights that were not loaded yet."""
+        """Names of the weights that are not loaded yet."""
         return tuple(self._missing)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
