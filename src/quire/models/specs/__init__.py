@@ -1,1 +1,1 @@
-"""Models as values: nothing here holds a tensor."""
+"""Specifications of models as values, without tensors."""

@@ -1,4 +1,4 @@
-"""The cache groups of a model as cache specs, by which the engine and a plan size the KV memory."""
+"""The cache groups of a model as cache specs, from which the engine and `quire plan` size the KV memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def cache_specs(
 ) -> tuple[KVCacheSpec, ...]:
     """Return the cache spec of each cache group of a model, in the order of `ModelSpec.cache_groups`.
 
-    An encoder keeps nothing of a token. Its one group has slots that nothing is stored in: they count the tokens of a
-    step, so that scheduler and memory manager need no second kind of sequence.
+    An encoder has no cache. Its one group has slots that store nothing: they count the tokens of a step, so that
+    scheduler and memory manager need no second kind of sequence.
 
     Args:
         spec: the model.
         block_size: tokens per block.
         cache_dtype: dtype of keys and values.
-        input_bytes: bytes of one value in the dtype of the weights, in which recurrent layers keep convolution inputs.
+        input_bytes: bytes of one value in the dtype of the weights, in which recurrent layers store convolution inputs.
 
     Raises:
-        UnsupportedModel: no layer keeps tokens, so the KV cache would have no blocks to size it by.
+        UnsupportedModel: no layer caches tokens, so there are no blocks from which to size the KV cache.
     """
     if isinstance(spec, EncoderSpec):
         return (FullAttention(block_size=block_size, element_bytes=1),)

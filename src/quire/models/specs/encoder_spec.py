@@ -1,4 +1,4 @@
-"""Encoders as values: an `EncoderSpec` says what a bidirectional model computes; nothing here holds a tensor."""
+"""Encoders as values: an `EncoderSpec` describes a bidirectional model without tensors."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class BidirectionalAttention:
 
 @dataclass(frozen=True, slots=True)
 class EncoderMLP:
-    """`down(activation(up(x)))`; gated, `down(activation(a) * b)` of the two halves of `up(x)`.
+    """`down(activation(up(x)))`; gated, `down(activation(a) * b)`, where `a, b` are the halves of `up(x)`.
 
     Args:
-        width: columns of what `down` takes.
+        width: input columns of `down`.
         activation: activation of all columns, or of the gates.
         gated: whether there are gates.
         bias: whether both projections add a learned bias.

@@ -1,4 +1,4 @@
-"""The order in which the values of a head lie in memory, so that rotation turns its two halves."""
+"""The order of a head's values in memory, so that rotation pairs its two halves."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from quire.models.specs.rotations import Rope
 
 
 def turning_order(rope: Rope | None, head_dim: int) -> Tensor | None:
-    """Return the order in which a head's values lie where not just its halves turn; None for their own order.
+    """Return the order of a head's values if the rotated pairs are not its two halves; None for their stored order.
 
-    Kernels turn the halves of whole heads against each other. Scores and norms see no difference, as long as queries
-    and keys lie alike. Where only a first part of a head turns:
+    Kernels rotate the first half of a head with its second half. Scores and norms do not change as long as queries and
+    keys have the same order. If only the first part of a head is rotated:
 
     ```
-     a head     | turns, half 0 | turns, half 1 | stays, half 0 | stays, half 1 |
-     its order  | turns, half 0 | stays, half 0 | turns, half 1 | stays, half 1 |
+     stored     | rotated, half 0 | rotated, half 1 | fixed, half 0   | fixed, half 1   |
+     in memory  | rotated, half 0 | fixed, half 0   | rotated, half 1 | fixed, half 1   |
     ```
 
-    Where neighbours turn against each other, half 0 is every second value of the part, half 1 those between.
+    If neighbours are the rotated pairs, half 0 has the even positions of the part, half 1 the odd ones.
     """
     if rope is None or (rope.num_turned is None and not rope.interleaved):
         return None

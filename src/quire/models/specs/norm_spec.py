@@ -11,10 +11,9 @@ class RMSNorm:
 
     Args:
         eps: added to the mean square.
-        zero_centred: the weight is what the scale has more than 1. Their sum, which bfloat16 does not hold, is kept
-            and applied in float32.
-        wide: the scale is applied in float32, before the one rounding, even where the model's dtype holds it.
-        learned: whether there is a scale; else it is 1. Of heads only.
+        zero_centred: the scale is 1 + weight. This sum, which bfloat16 would round, is stored and applied in float32.
+        wide: the scale is applied in float32, before the result is rounded, even if the model's dtype can represent it.
+        learned: whether there is a scale; only norms of heads may have none.
     """
 
     eps: float
@@ -29,7 +28,7 @@ class LayerNorm:
 
     Args:
         eps: added to the variance.
-        bias: whether a learned bias is added at last.
+        bias: whether a learned bias is added at the end.
     """
 
     eps: float

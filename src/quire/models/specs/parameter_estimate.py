@@ -24,13 +24,13 @@ from quire.models.specs.spec import (
     ShortConv,
 )
 
-# Bytes of one quantised weight, scales included: of a matrix in the layers with groups of 32, and of the output head.
+# Bytes of one quantised weight with its scales: in the layers, with groups of 32, and in the output head.
 QUANTISED_BYTES: Final[Mapping[Quantization, tuple[Fraction, Fraction]]] = {
     "int8": (Fraction(17, 16), Fraction(17, 16)),
     "int4": (Fraction(9, 16), Fraction(13, 16)),
 }
-# Quantised weights have a scale of bfloat16 for so many inputs; in int8, the last projections of FFNs for fewer: some
-# of their inputs are many times as large as the others.
+# Inputs per bfloat16 scale of quantised weights; in int8, the last projections of FFNs have smaller groups, because
+# some of their inputs are many times as large as the others.
 GROUP: Final = 32
 DOWN_GROUP: Final = 16
 SCALE_BYTES: Final = 2
@@ -79,11 +79,11 @@ class ParameterCounts(NamedTuple):
 
     Args:
         tables: parameters of the embedding tables.
-        head: parameters of the output head, which is the embedding table where it is tied.
+        head: parameters of the output head, which is the embedding table if tied.
         is_tied: whether the head is tied.
         projections: parameters of all other matrices.
-        experts: parameters of the projections of experts, which are among these.
-        downs: parameters of the last projections of FFNs, which are among these, those of experts aside.
+        experts: parameters of the experts' projections, included in `projections`.
+        downs: parameters of the last projections of FFNs without experts, included in `projections`.
     """
 
     tables: int
@@ -109,7 +109,7 @@ class ParameterCounts(NamedTuple):
         return self.tables * element_bytes + int(self.head * head_bytes) + int(self.projections * projection_bytes)
 
     def bytes_of_weights(self, quantization: Quantization) -> tuple[Fraction, Fraction]:
-        """Return the bytes of a quantised weight, scales included: of the projections on average, and of the head."""
+        """Return the bytes of a quantised weight with its scales: the mean of the projections, and in the head."""
         projection_bytes, head_bytes = QUANTISED_BYTES[quantization]
         if quantization == "int8" and self.projections:
             num_more = Fraction(SCALE_BYTES, DOWN_GROUP) - Fraction(SCALE_BYTES, GROUP)
@@ -133,7 +133,7 @@ def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
 
 
 def smaller_forms(quantization: Quantization | None) -> tuple[Quantization, ...]:
-    """Return the forms of quantised weights that take fewer bytes than a given one, largest first."""
+    """Return the forms of quantised weights that take fewer bytes than `quantization`, largest first."""
     forms = tuple(QUANTISED_BYTES)
     return forms if quantization is None else forms[1 + forms.index(quantization) :]
 
@@ -155,7 +155,7 @@ def weight_bytes(
 def triton_bytes(
     spec: ModelSpec, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False
 ) -> int:
-    """Return the bytes of a model's weights with Triton's kernels, which lay rounded ones out in their own way.
+    """Return the bytes of a model's weights with Triton's kernels, which have their own layout of quantised weights.
 
     Args:
         spec: specification of the model.
@@ -176,7 +176,7 @@ def triton_bytes(
 
 
 def layer_parameters(layer: LayerSpec, width: int) -> int:
-    """Return the parameters of a layer of a model of some width."""
+    """Return the number of parameters of a layer in a model of `width`."""
     return sum(matrix.size for matrix in _layer(layer, width))
 
 
@@ -190,7 +190,7 @@ def _per_layer_table_size(spec: ModelSpec) -> int:
 
 
 def _projections(spec: ModelSpec) -> Iterator[Matrix]:
-    """Yield all matrices but tables and the head."""
+    """Yield all matrices except tables and the head."""
     for layer in spec.layers:
         yield from _layer(layer, spec.width)
     if spec.is_mtp:
@@ -246,6 +246,6 @@ def _ffn(ffn: FFN, width: int) -> Iterator[Matrix]:
 
 
 def _gated(ffn_width: int, width: int, count: int = 1, *, is_expert: bool = False) -> Iterator[Matrix]:
-    """Yield gates and ups, and what comes after them, of `count` gated MLPs."""
+    """Yield the gate and up projections and the down projections of `count` gated MLPs."""
     yield Matrix(count * 2 * ffn_width, width, is_expert=is_expert)
     yield Matrix(count * width, ffn_width, is_expert=is_expert, is_down=True)

@@ -1,4 +1,4 @@
-"""Recurrent mixers as values, and the cache of a sequence in their layers."""
+"""Recurrent mixers as values, and the shape of their states."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.models.specs.norm_spec import RMSNorm
 
 
 class StateCacheShape(NamedTuple):
-    """The cache of a sequence in a recurrent layer; layers with equal ones are one group.
+    """The state of a sequence in a recurrent layer; layers with equal shapes are one cache group.
 
     Args:
-        num_columns, num_channels: the last inputs of its convolution, in the model's dtype.
-        sums: the shape of what it adds up over all tokens, in float32; a dimension of 0 where there is nothing.
+        num_columns, num_channels: shape of the last inputs of the convolution, in the model's dtype.
+        sums: shape of the matrices that accumulate over all tokens, float32; zeros for none.
     """
 
     num_columns: int
@@ -23,12 +23,12 @@ class StateCacheShape(NamedTuple):
 
     @property
     def num_inputs(self) -> int:
-        """Values of the last inputs."""
+        """Number of values in the last inputs."""
         return self.num_columns * self.num_channels
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of the sums."""
+        """Bytes of the accumulated matrices."""
         return 4 * math.prod(self.sums)
 
 
@@ -37,8 +37,8 @@ class ShortConv:
     """Gated short convolution: `output(c * convolution(b * x))`, of three projections `b, c, x`.
 
     Args:
-        num_channels: values of a token that the convolution sees, each channel by itself.
-        kernel: tokens that it sees, the token itself included.
+        num_channels: channels of the convolution, which is depthwise.
+        kernel: tokens under the convolution, including the current one.
         bias: whether the convolution and the projections add a learned bias.
 
     Source: LFM2 technical report, arXiv 2511.23404.
@@ -56,16 +56,16 @@ class ShortConv:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
-    """A selective state space: each head keeps a matrix that forgets and takes in as the token says.
+    """A selective state space: each head has a state that decays and is updated by input-dependent amounts.
 
     A short convolution comes before it; gates, a norm and a projection after it.
 
     Args:
         num_heads: H; head_dim: D.
-        num_groups: groups of heads that share what is read from and written to the state.
-        state_dim: columns of a head's matrix.
-        kernel: tokens that the convolution sees, the token itself included.
-        norm: norm of the heads' gated output, of each group by itself; None for none.
+        num_groups: groups of heads that share B and C, the vectors that write and read the state.
+        state_dim: columns of a head's state.
+        kernel: tokens under the convolution, including the current one.
+        norm: norm of the heads' gated output, within each group; None for none.
         conv_bias, input_bias, output_bias: whether the convolution and the projections add a learned bias.
         scales: factors of the projected gates, values, B, C and dt.
 
@@ -85,12 +85,12 @@ class Mamba2:
 
     @property
     def inner(self) -> int:
-        """Values of all heads."""
+        """Number of values of all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def num_channels(self) -> int:
-        """Values of a token that the convolution sees: of the heads, and what each group writes and reads by."""
+        """Channels of the convolution: the heads' values, and B and C of each group."""
         return self.inner + 2 * self.num_groups * self.state_dim
 
     @property
@@ -101,15 +101,15 @@ class Mamba2:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
-    """The gated delta rule: each head keeps a matrix that forgets, and is corrected where a token's key looks.
+    """The gated delta rule: each head has a state that decays, and is corrected at the token's key.
 
     A short convolution comes before it; a norm of each head, gates and a projection after it.
 
     Args:
-        num_key_heads: G, of queries and of keys; each serves H / G value heads.
+        num_key_heads: G, heads of queries and of keys, each for H / G value heads.
         num_value_heads: H.
-        key_dim: K, rows of a head's matrix; value_dim: V, its columns.
-        kernel: tokens that the convolution sees, the token itself included.
+        key_dim: K, rows of a head's state; value_dim: V, its columns.
+        kernel: tokens under the convolution, including the current one.
         norm: norm of a head's output, before the gates.
 
     Source: Gated Delta Networks, arXiv 2412.06464.
@@ -124,12 +124,12 @@ class GatedDeltaNet:
 
     @property
     def inner(self) -> int:
-        """Values of all value heads."""
+        """Number of values of all value heads."""
         return self.num_value_heads * self.value_dim
 
     @property
     def num_channels(self) -> int:
-        """Values of a token that the convolution sees: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.inner
 
     @property

@@ -1,4 +1,4 @@
-"""Rotations as values: how queries and keys are turned by their positions."""
+"""Rotary position embeddings and their scalings as values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions divided by `factor`."""
+    """Positions are divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones kept, a smooth change between (Llama 3.1)."""
+    """Low frequencies are divided by `factor`, high ones stay, with a smooth change between (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
@@ -24,7 +24,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Frequencies interpolated by how often they turn within the original context, and attention sharpened.
+    """Frequencies are interpolated by their number of turns within the original context, and attention is sharpened.
 
     Args:
         attention_factor: factor of cosine and sine.
@@ -43,7 +43,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class ProportionalScaling:
-    """Only the first pairs of a head turn, as fast as if all did, divided by `factor`.
+    """Only the first pairs of a head are rotated, by the frequencies of a fully rotated head, divided by `factor`.
 
     Args:
         fraction: fraction of the head's pairs that are rotated.
@@ -55,15 +55,15 @@ class ProportionalScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Frequencies divided by factors of their own, of which there are two sets.
+    """Each frequency is divided by its own factor, from one of two sets.
 
     Args:
         short_factors, long_factors: a factor for each pair of a head that is rotated, for contexts of up to the
             original length and for longer ones.
         original_max_position: original length of contexts, in tokens.
         attention_factor: factor of cosine and sine.
-        is_long: True where the long factors apply, at all positions. The longest context that is served decides it and
-            not the length of a sequence: cached keys would be wrong as soon as their sequence became longer.
+        is_long: True if the long factors apply, at all positions. The longest context that is served decides, not the
+            length of a sequence: cached keys would be wrong as soon as their sequence became longer.
 
     Source: LongRoPE, arXiv 2402.13753.
     """
@@ -80,11 +80,11 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding, the two halves of what turns rotated against each other.
+    """Rotary position embedding, which pairs the two halves of the rotated values.
 
     Args:
-        num_turned: number of first values of a head that are rotated, like a head of that size; None for all of them.
-        interleaved: True to rotate neighbours against each other instead of halves.
+        num_turned: number of leading values of a head that are rotated, like a head of this size; None for all.
+        interleaved: True to pair neighbours instead of halves.
 
     Source: RoFormer, arXiv 2104.09864.
     """

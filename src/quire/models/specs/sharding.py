@@ -1,8 +1,8 @@
 """Tensor parallelism as data: the part of a model that a rank computes, and the part of each weight that it reads.
 
-Projections to heads, gated columns and channels are split by their outputs, those back to hidden states by their
-inputs, so that a layer ends each of its halves with one sum over the ranks. Embedding and head are split by tokens.
-Norms and routers are small, and whole on every rank.
+Projections to heads, gated columns and channels are split by outputs, projections to hidden states by inputs, so that
+each half of a layer ends with one sum over the ranks. Embedding and head are split by tokens.
+Norms and routers are small; each rank has all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quire.models.specs.spec import (
 )
 from quire.models.tensors.layer_weight import LayerWeight
 
-# Tokens of a rank's part of the vocabulary are a multiple of these, which fill panels of packed weights.
+# A rank's part of the vocabulary is a multiple of this number of tokens, which fill panels of packed weights.
 VOCAB_ALIGNMENT = 64
 
 Range = tuple[int, int]
@@ -44,7 +44,7 @@ class Share(NamedTuple):
     Args:
         rank: number of the rank.
         size: number of ranks.
-        by_expert: True where each rank has whole experts, in place of columns of each expert.
+        by_expert: True if each rank has whole experts instead of columns of each expert.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Share(NamedTuple):
         return start + self.rank * width, start + (self.rank + 1) * width
 
     def vocabulary(self, vocab_size: int) -> Range:
-        """Return the rank's range of the vocabulary, which is not empty where there are as many tokens as ranks."""
+        """Return the rank's range of the vocabulary, not empty if there are at least as many tokens as ranks."""
         rank, size, _ = self
         if vocab_size < VOCAB_ALIGNMENT * size**2:
             return rank * vocab_size // size, (rank + 1) * vocab_size // size
@@ -71,7 +71,7 @@ class Share(NamedTuple):
 
 
 def share_of(ranks: RankGroup | None) -> Share:
-    """Return the share of a rank; without ranks, the whole."""
+    """Return the share of a rank; the whole model for None."""
     return Share(0, 1) if ranks is None else Share(ranks.rank, ranks.size, ranks.divides_experts)
 
 
@@ -79,11 +79,11 @@ class Split(NamedTuple):
     """The part of a weight that a rank reads.
 
     Args:
-        dim: dimension that is cut; None for a bias that is added to a sum, which is the first rank's alone.
-        ranges: ranges of it that the rank has, rising.
-        length: its whole length.
+        dim: dimension that is cut; None for a bias that is added after a sum over ranks, which only rank 0 has.
+        ranges: the rank's ranges of this dimension, rising.
+        length: full length of this dimension.
         is_first: True on the first rank.
-        then: part that the rank reads of this part, along another dimension; None for all of it.
+        then: further split of this part, along another dimension; None for none.
     """
 
     dim: int | None
@@ -93,7 +93,7 @@ class Split(NamedTuple):
     then: Split | None = None
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole weight, given that of the part."""
+        """Return the shape of the whole weight from the part's shape."""
         if self.then is not None:
             shape = self.then.whole_shape(shape)
         if self.dim is None:
@@ -101,7 +101,7 @@ class Split(NamedTuple):
         return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
 
     def cut(self, parts: Sequence[Tensor | LayerWeight], name: str) -> list[Tensor | LayerWeight]:
-        """Return the rank's part of a weight, given what is stored of it, in parts along dimension 0; views of it."""
+        """Return the rank's part of a weight, as views of the stored `parts`, which are concatenated on dimension 0."""
         if self.then is not None:
             return self.then.cut(self._replace(then=None).cut(parts, name), name)
         if self.dim is None:
@@ -152,7 +152,7 @@ def _num_rows(part: Tensor | LayerWeight) -> int:
 
 
 def shard_spec(spec: ModelSpec, share: Share) -> ModelSpec:
-    """Return the model that a rank computes; vocabulary and width are those of the whole.
+    """Return the rank's part of a model, with the whole model's vocabulary and width.
 
     Raises:
         ConfigError: the heads or columns of a layer cannot be divided among the ranks; the message names them.
@@ -220,7 +220,7 @@ def _divided(count: int, size: int, what: str, idx: int) -> int:
 
 
 def splits_of(spec: ModelSpec, share: Share) -> dict[str, Split]:
-    """Return the parts that a rank reads, by the decoder's name of the weight; all others are read whole.
+    """Return the splits of a rank's weights, by the decoder's names; other weights are read whole.
 
     Args:
         spec: specification of the whole model.
@@ -316,7 +316,7 @@ class _Cut:
         return splits
 
     def _whole_experts(self, experts: Experts) -> dict[str, Split]:
-        """Split the experts by their number."""
+        """Give whole experts to each rank."""
         outputs = {"gate_up": 2 * experts.width, "down": self._width}
         splits = {
             f"{name}.{kind}": self._rows([experts.num_experts * width])
@@ -341,7 +341,7 @@ class _Cut:
         }
 
     def _by_rows(self, name: str, sections: Sequence[int]) -> dict[str, Split]:
-        """Split a layer by its outputs, of which the rank has a part of each section."""
+        """Split a layer by its outputs: each rank has a part of each section."""
         return {f"{name}.{kind}": self._rows(sections) for kind in ("weight", "bias")}
 
     def _by_columns(self, name: str, length: int) -> dict[str, Split]:
@@ -358,7 +358,7 @@ class _Cut:
     def _with_groups(
         self, before: Sequence[int], num_groups: int, widths: Sequence[int], after: Sequence[int] = ()
     ) -> Split:
-        """Split rows of which some sections are of groups of heads: fewer groups than ranks are on several ranks."""
+        """Split rows with sections for groups of heads; with fewer groups than ranks, ranks share groups."""
         rank, size, _ = self._share
         ranges, start = list(self._rows(before).ranges), sum(before)
         for width in widths:

@@ -1,4 +1,4 @@
-"""Models as values: a `ModelSpec` says what a decoder computes; nothing here holds a tensor."""
+"""Models as values: a `ModelSpec` describes a decoder without tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:  # planning reads configurations without torch
 
 
 class TokenCacheShape(NamedTuple):
-    """The cache of a token in an attention layer; layers with equal ones are one group.
+    """The cache of a token in an attention layer; layers with equal shapes are one cache group.
 
     Args:
         num_kv_heads, head_dim: the shape of one token's keys.
-        window: tokens that a token sees, itself included; None for all before it.
-        chunk: tokens of the chunk that a token sees no further than; None for no chunks.
+        window: tokens that a token sees, including itself; None for all before it.
+        chunk: length of the chunks, in tokens; a token sees its own chunk only. None for no chunks.
     """
 
     num_kv_heads: int
@@ -40,11 +40,11 @@ class Attention:
         qk_norm: norm of each query and key head before the rotation, or None.
         value_norm: values are divided by their root mean square, with the epsilon of `qk_norm`.
         qkv_bias, output_bias: whether the projections add a learned bias.
-        window: tokens that a token sees, itself included; None for all before it.
-        chunk: chunks start at multiples of these tokens, and a token sees its own, up to itself; None for no chunks.
+        window: tokens that a token sees, including itself; None for all before it.
+        chunk: length of the chunks, in tokens; a token sees its own chunk, up to itself. None for no chunks.
         score_scale: factor of scores before the softmax; None for `head_dim ** -0.5`.
         source: the earlier layer whose keys and values are read; None for the layer's own.
-        output_gate: True where the output is multiplied by the sigmoid of gates, which are projected with the queries.
+        output_gate: True if the output is multiplied by the sigmoid of gates, which are projected with the queries.
         temperature: factor of queries after norm and rotation; None for none.
         sinks: whether each query head has a learned sink: one more score in its softmax, without a value.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax; None leaves them.
@@ -68,7 +68,7 @@ class Attention:
     soft_cap: float | None = None
 
     def for_context(self, length: int) -> Attention:
-        """Return the layer of a model that serves contexts of at most `length` tokens: see `LongRopeScaling`."""
+        """Return the layer for contexts of at most `length` tokens; see `LongRopeScaling`."""
         if self.rope is None or not isinstance(self.rope.scaling, LongRopeScaling):
             return self
         scaling = replace(self.rope.scaling, is_long=length > self.rope.scaling.original_max_position)
@@ -76,7 +76,7 @@ class Attention:
 
     @property
     def cache(self) -> TokenCacheShape | None:
-        """Cache of a layer: keys and values of the tokens that it still sees; None where it reads another layer's."""
+        """The layer's cache: keys and values of the tokens that it still sees; None if it reads another layer's."""
         cache = TokenCacheShape(self.num_kv_heads, self.head_dim, self.window, self.chunk)
         return cache if self.source is None else None
 
@@ -86,7 +86,7 @@ Mixer = Attention | ShortConv | Mamba2 | GatedDeltaNet
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Mixers side by side: each sees the same rows, and what they give is multiplied by their scales and added.
+    """Mixers side by side: they have the same input, and their scaled outputs are added.
 
     Args:
         parts: the mixers.
@@ -116,7 +116,7 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs, of which each token goes through a few: those to which a linear router gives the highest logits.
+    """Gated MLPs: each token is sent to the few experts with the highest logits of a linear router.
 
     Args:
         num_experts: X.
@@ -124,21 +124,21 @@ class Experts:
         width: columns of an expert's gate and up.
         scoring: function from logits to scores: softmax over all experts, or sigmoid.
         renormalised: the chosen scores are divided by their sum.
-        scaled_input: scores multiply what experts see, instead of what they give.
-        shared_width: columns of one more expert, which every token goes through as it is; 0 for none.
+        scaled_input: scores multiply the experts' inputs instead of their outputs.
+        shared_width: columns of the shared expert, which processes every token; 0 for none.
         activation: activation of the gates.
         transposed: experts are stored as [X, in, out], instead of as the rows of linear layers.
-        shared_gate: the shared expert's output is multiplied by the sigmoid of a gate of its own.
-        choice_bias: a learned bias of each expert is added to the scores by which experts are chosen, to no others.
+        shared_gate: the shared expert's output is multiplied by the sigmoid of its own gate.
+        choice_bias: a learned bias of each expert is added to the scores for the choice of experts only.
         sum_eps: added to the sum that scores are divided by.
-        score_scale: factor of the scores at last.
+        score_scale: factor of the final scores.
         expert_scales: whether each expert has a learned factor of its score.
         router_norm: norm of the router's input alone; None for none.
         logit_scale: factor of the router's logits.
         bias: whether the router and the projections of experts add a learned bias.
-        interleaved: gate and up alternate in what is stored of an expert's first projection.
-        parameters: layout of an expert in the parameters that transformers has of all, whatever the checkpoint has:
-            "rows" [out, in], "columns" [in, out], or "alternating" [in, out], where gate and up take turns.
+        interleaved: rows of gate and up alternate in an expert's stored first projection.
+        parameters: layout of an expert in transformers' parameter of all experts, which may differ from the
+            checkpoint: "rows" [out, in], "columns" [in, out], or "alternating" [in, out] with gate and up in turn.
         local: first expert that this rank computes, and the one after the last; None for all.
 
     Source: sparsely gated experts, arXiv 1701.06538.
@@ -179,12 +179,12 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class MLPBesideExperts:
-    """A gated MLP and experts side by side: `norm(mlp(x)) + norm(experts(norm(residual)))`, each norm another.
+    """A gated MLP and experts side by side: `norm(mlp(x)) + norm(experts(norm(residual)))`; the norms differ.
 
     Args:
-        mlp: sees what the layer's norm gives.
-        experts: see the residual through a norm of their own; their router sees the residual.
-        norm: norm of the experts' input, and of either output.
+        mlp: MLP, whose input is the output of the layer's norm.
+        experts: experts, whose input is the residual after their own norm; their router's input is the residual.
+        norm: norm of the experts' input, and of both outputs.
 
     Source: Gemma 4 with experts.
     """
@@ -224,7 +224,7 @@ class LayerSpec:
 
     @property
     def parts(self) -> tuple[Mixer, ...]:
-        """The mixers, each of which keeps something of its own or reads what another layer's keeps."""
+        """The mixers; each has its own cache or reads another layer's."""
         return self.mixer.parts if isinstance(self.mixer, Parallel) else (self.mixer,)
 
 
@@ -233,12 +233,12 @@ class PerLayerInputs:
     """Per-layer inputs: P values of each token for every layer, besides the hidden state.
 
     They are `sqrt(1 / 2) * (norm(projection(e) / sqrt(E)) + sqrt(P) * table[token])`, `e` being the token's embedding.
-    After its FFN, a layer takes them in: `x += norm(projection(activation(gate(x)) * told))`.
+    After its FFN, a layer adds its inputs `told`: `x += norm(projection(activation(gate(x)) * told))`.
 
     Args:
         vocab_size: rows of the table.
         width: P.
-        norm: norm of both.
+        norm: norm of both projections.
         activation: activation of the gate.
 
     Source: per-layer embeddings of Gemma 3n.
@@ -251,11 +251,11 @@ class PerLayerInputs:
 
 
 class LayerGroup(NamedTuple):
-    """Layers that keep the same, and so share one block table; a layer with mixers side by side is in several groups.
+    """Layers with equal caches, which share a block table; a layer with mixers side by side is in several groups.
 
     Args:
         num_layers: layers of the group; a block holds all of them.
-        cache: cache of each layer, of every token or of the sequence.
+        cache: shape of each layer's cache, for a token or for a sequence.
     """
 
     num_layers: int
@@ -272,14 +272,14 @@ class ModelSpec:
         layers: layers, from the embedding upwards.
         norm: norm before the head.
         tied_head: the head is the embedding.
-        max_position: the longest context that the model was made for, in tokens.
+        max_position: the longest context that the model was trained for, in tokens.
         embedding_scale: factor of embeddings, rounded to their dtype first; the head is not scaled.
         logit_scale: factor of logits.
         logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
         per_layer_inputs: inputs of every layer besides the hidden state, or None.
         mtp: layer of the checkpoint's head for multi-token prediction (MTP); None without one.
-        is_mtp: True where the model is such a head: it sees a hidden state beside each token, keeps the last one of a
-            sequence, and has the embedding and the output head of another model.
+        is_mtp: True if the model is such a head: its inputs are pairs of a hidden state and a token, it caches the last
+            hidden state of a sequence, and it has the embedding and output head of its target model.
     """
 
     vocab_size: int
@@ -296,7 +296,7 @@ class ModelSpec:
     is_mtp: bool = False
 
     def for_context(self, length: int) -> ModelSpec:
-        """Return the model as it serves contexts of at most `length` tokens."""
+        """Return the model for contexts of at most `length` tokens."""
         layers = (
             replace(layer, mixer=layer.mixer.for_context(length)) if isinstance(layer.mixer, Attention) else layer
             for layer in self.layers
@@ -305,7 +305,7 @@ class ModelSpec:
 
     @property
     def has_long_factors(self) -> bool:
-        """True where keys are rotated by the long factors of a LongRoPE scaling."""
+        """True if keys are rotated by the long factors of a LongRoPE scaling."""
         ropes = (part.rope for layer in self.layers for part in layer.parts if isinstance(part, Attention))
         return any(rope and isinstance(rope.scaling, LongRopeScaling) and rope.scaling.is_long for rope in ropes)
 
@@ -317,7 +317,7 @@ class ModelSpec:
 
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
-        """The cache groups in the order of their first layers, those of tokens before those of states."""
+        """The cache groups in the order of their first layers, token caches before states."""
         cache = [mixer.cache for layer in self.layers for mixer in layer.parts if mixer.cache is not None]
         kinds = sorted(dict.fromkeys(cache), key=lambda each: isinstance(each, StateCacheShape))
         groups = tuple(LayerGroup(cache.count(each), each) for each in kinds)
@@ -325,9 +325,9 @@ class ModelSpec:
 
     @property
     def cache_positions(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each layer and each of its parts, the cache group and the place in it.
+        """For each layer and each of its parts, the cache group and the position in it.
 
-        Of a part that reads another layer's cache, those of that layer's part which keeps the same.
+        A part that reads another layer's cache has the group and position of that layer's part with an equal cache.
         """
         kinds: list[TokenCacheShape | StateCacheShape | None] = [group.cache for group in self.cache_groups]
         filled = [0] * len(kinds)

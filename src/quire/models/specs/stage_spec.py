@@ -1,10 +1,10 @@
-"""Pipeline parallelism as data: the layers of each stage, the weights that it reads, and the caches that it keeps.
+"""Pipeline parallelism as data: the layers, weights and caches of each stage.
 
-A stage has consecutive layers. The first one also has the embedding, the last one the last norm and the output head; a
-tied matrix is on both. A layer that reads the cache of an earlier one is in the same stage as that.
+A stage has consecutive layers. The first stage also has the embedding, the last stage the last norm and the output
+head; both have a tied matrix. A layer that reads the cache of an earlier one is in the same stage as that.
 
-Scheduler and memory manager are the same on all ranks, so a block table has the same groups everywhere: a stage keeps a
-block of each cache group of the model, with as many layers as the stage with most of them has.
+Scheduler and memory manager are the same on all ranks, so block tables have the same groups everywhere: on each stage,
+a cache group of the model has as many layers as on the stage with most of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.models.specs.parameter_estimate import layer_parameters
 from quire.models.specs.sharding import Split
 from quire.models.specs.spec import Attention, LayerGroup, LayerSpec, Mixer, ModelSpec, Parallel, WeightMap
 
-# Beginning of the names of weights that other stages have.
+# Prefix of the names of weights that other stages have.
 ELSEWHERE = "elsewhere."
 
 
@@ -39,16 +39,16 @@ class Stage(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """True where tokens come in, and are embedded."""
+        """True for the stage that embeds the tokens."""
         return self.idx == 0
 
     @property
     def is_last(self) -> bool:
-        """True where logits are computed."""
+        """True for the stage that computes logits."""
         return self.idx == self.size - 1
 
     def has(self, name: str, *, is_tied: bool) -> bool:
-        """Return whether the stage has a weight that is no layer's."""
+        """Return whether the stage has a weight that does not belong to a layer."""
         if name == "embedding.weight":
             return self.is_first or (self.is_last and is_tied)
         return self.is_last or not name.startswith(("norm.", "head."))
@@ -56,7 +56,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageSpec(ModelSpec):
-    """A model that has the layers of a stage.
+    """A model with the layers of one stage.
 
     Args:
         groups: cache groups of the whole model, with the layers of the stage that has most of them.
@@ -83,7 +83,7 @@ def divide(spec: ModelSpec, size: int) -> tuple[Stage, ...]:
         size: number of stages.
 
     Raises:
-        ConfigError: there are fewer places to cut at.
+        ConfigError: the model cannot be divided into so many stages.
     """
     ends = [*_places_to_cut(spec.layers), len(spec.layers)]
     if size > len(ends):
@@ -97,7 +97,7 @@ def divide(spec: ModelSpec, size: int) -> tuple[Stage, ...]:
     for layer in spec.layers:
         costs.append(costs[-1] + layer_parameters(layer, spec.width))
     head = spec.vocab_size * spec.width
-    # For each end, the largest stage of the best division of the layers before it, and the ends of its stages.
+    # For each end: the size of the largest stage in the best division of the layers before it, and its stages' ends.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
     for idx in range(size):
         extra = head if idx == size - 1 else 0
@@ -115,12 +115,12 @@ def divide(spec: ModelSpec, size: int) -> tuple[Stage, ...]:
 
 
 def most_stages(spec: ModelSpec) -> int:
-    """Return the number of stages into which a model can be divided at most."""
+    """Return the largest number of stages into which a model can be divided."""
     return len(_places_to_cut(spec.layers)) + 1
 
 
 def _places_to_cut(layers: tuple[LayerSpec, ...]) -> list[int]:
-    """Return the layers, from the second on, before which no later one reads the cache."""
+    """Return the layers at which a stage may begin: no layer from there on reads an earlier layer's cache."""
     places, least = [], len(layers)
     for idx in range(len(layers) - 1, 0, -1):
         sources = [part.source for part in layers[idx].parts if isinstance(part, Attention) and part.source is not None]
@@ -131,7 +131,7 @@ def _places_to_cut(layers: tuple[LayerSpec, ...]) -> list[int]:
 
 
 def stage_spec(spec: ModelSpec, stages: tuple[Stage, ...], idx: int) -> StageSpec:
-    """Return the model that a stage computes; vocabulary and width are those of the whole."""
+    """Return the part of a model that a stage computes, with the whole model's vocabulary and width."""
     stage = stages[idx]
     given = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
     parts = [replace(spec, layers=_moved(spec.layers[each.first : each.end], each.first)) for each in stages]
@@ -143,7 +143,7 @@ def stage_spec(spec: ModelSpec, stages: tuple[Stage, ...], idx: int) -> StageSpe
 
 
 def _moved(layers: tuple[LayerSpec, ...], first: int) -> tuple[LayerSpec, ...]:
-    """Return layers that name the sources of their caches as the layers of a stage that begins with layer `first`."""
+    """Return layers whose cache sources are numbered within a stage that begins with layer `first`."""
 
     def moved(mixer: Mixer) -> Mixer:
         if not isinstance(mixer, Attention) or mixer.source is None:
@@ -161,9 +161,9 @@ def _moved(layers: tuple[LayerSpec, ...], first: int) -> tuple[LayerSpec, ...]:
 def stage_weights(
     spec: ModelSpec, stage: Stage, weight_map: WeightMap, shares: Mapping[str, Split] | None = None
 ) -> tuple[WeightMap, dict[str, Split]]:
-    """Return the weight map of a stage, in which layers have their numbers in it, and the parts that it reads.
+    """Return a stage's weight map, with layers numbered within the stage, and the splits of its weights.
 
-    Weights of other stages are in it under `ELSEWHERE`, since the checkpoint has them.
+    Weights of other stages have names with the prefix `ELSEWHERE`, since the checkpoint has them.
 
     Args:
         spec: specification of the whole model.
@@ -176,7 +176,7 @@ def stage_weights(
     if spec.per_layer_inputs is not None:
         width = spec.per_layer_inputs.width
         own, length = (stage.first * width, stage.end * width), len(spec.layers) * width
-        # A column of the table, and a row of the projection, for each value that a layer of the stage is told.
+        # A column of the table, and a row of the projection, for each per-layer input of the stage's layers.
         table, projection = "per_layer_inputs.embedding.weight", "per_layer_inputs.projection.weight"
         splits[table] = Split(1, (own,), length, then=splits.get(table))
         splits[projection] = Split(0, (own,), length)
@@ -184,7 +184,7 @@ def stage_weights(
 
 
 def renamer(stage: Stage) -> Callable[[str], str]:
-    """Return a function from the name of a weight in the whole model to that in a stage; see `ELSEWHERE`."""
+    """Return a function from a weight's name in the whole model to its name in a stage; see `ELSEWHERE`."""
 
     def renamed(name: str) -> str:
         part, _, rest = name.partition(".")
