@@ -1,4 +1,4 @@
-"""The model families: one file each, and the row that finds it."""
+"""The model families: one file each, and the table of their architectures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quire.models.families.qwen3_moe import qwen3_moe
 from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import ModelSpec, WeightMap
 
-# The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
+# Name under "architectures" in a checkpoint's config.json -> reader of the configuration.
 FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = {
     "FalconH1ForCausalLM": falcon_h1,
     "Gemma2ForCausalLM": gemma2,
@@ -58,7 +58,7 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
 
 
 def read_model(config: Mapping[str, Any]) -> tuple[ModelSpec | EncoderSpec, WeightMap]:
-    """Read a checkpoint's configuration, of a decoder or an encoder; errors are those of `build`."""
+    """Read the configuration of a decoder or an encoder; for errors, see `build`."""
     return build(config) if find_encoder(config) is None else build_encoder(config)
 
 
@@ -69,8 +69,7 @@ def build(config: Mapping[str, Any]) -> tuple[ModelSpec, WeightMap]:
         config: the content of `config.json`.
 
     Raises:
-        UnsupportedModel: no family implements the architecture, or the family refuses an option of it; or it is an
-            encoder.
+        UnsupportedModel: no family implements the architecture or a value of a field, or the model is an encoder.
         CheckpointError: a field is missing or of the wrong type.
     """
     encoder = find_encoder(config)

@@ -1,4 +1,4 @@
-"""Checkpoints of a model without its output head, such as those of embedding models."""
+"""Checkpoints of a model without its output head, as for embedding models."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any, Final
 
 from quire.models.tensors.stored_tensor import StoredTensor
 
-# Field that is added to the configuration of a checkpoint that has no head at all.
+# Field that is added to the configuration of a checkpoint without a head.
 HEADLESS: Final = "quire_headless"
 HEAD = "lm_head."
 
 
 def causal_name(name: str) -> str:
-    """Return the architecture with a head of one without: `Qwen3ForCausalLM` of `Qwen3Model`; others are unchanged."""
+    """Return the name with a head of an architecture without: `Qwen3ForCausalLM` for `Qwen3Model`; others unchanged."""
     return name.removesuffix("Model").removesuffix("Text") + "ForCausalLM" if name.endswith("Model") else name
 
 
 def with_head(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
-    """Return a checkpoint under the names that it has with a head.
+    """Return a checkpoint with the names that it would have with a head.
 
-    A model that was saved without its head has no "model." before its names. Where the head is not the embedding, it is
-    missing: the embedding stands in for it, and the configuration gets the field `HEADLESS`.
+    The tensors of a model that was saved without its head have no prefix "model.". If the head is not tied and not
+    stored, the embedding replaces it, and the configuration gets the field `HEADLESS`.
     """
     if "embed_tokens.weight" not in tensors:
         return config, tensors

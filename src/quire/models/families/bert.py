@@ -9,7 +9,7 @@ from quire.models.specs.spec import WeightMap
 
 
 def bert(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
-    """Read a `BertModel`; its pooler, which embeddings do not use, is left out."""
+    """Read a `BertModel` without its pooler, which embeddings do not use."""
     return read_bert_layout(config, "")
 
 

@@ -1,4 +1,4 @@
-"""The layout that BERT introduced and RoBERTa kept, and what the configurations of all encoders state alike."""
+"""The layout of BERT and RoBERTa, and fields that the configurations of all encoders share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.models.specs.spec import WeightMap
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface.ops import Elementwise
 
-# The name of an activation -> ours.
+# Name of an activation -> Quire's name.
 ACTIVATIONS: Final[Mapping[str, Elementwise]] = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -39,7 +39,7 @@ EMBEDDINGS: Final = {
     "embedding_norm.weight": "LayerNorm.weight",
     "embedding_norm.bias": "LayerNorm.bias",
 }
-# A layer's modules, each with a bias: our name -> the parts of the checkpoint.
+# A layer's modules, each with a bias: Quire's name -> modules of the checkpoint.
 MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
     "output": ("attention.output.dense",),
@@ -84,7 +84,7 @@ def read_bert_layout(
 
 
 def read_heads(config: HFConfig, *, bias: bool) -> BidirectionalAttention:
-    """Read the heads, among which the width is divided."""
+    """Read the attention, whose heads divide the width."""
     width, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim, rest = divmod(width, num_heads)
     if rest or head_dim % 2:
@@ -105,7 +105,7 @@ def read_elementwise(config: HFConfig, name: str, default: str) -> Elementwise:
 
 
 def read_labels(config: HFConfig) -> tuple[str, ...]:
-    """Read the names of the classes from `id2label`; without it there are `num_labels`, or two."""
+    """Read the names of the classes from `id2label`; without it, there are `num_labels` (default 2)."""
     part = config.part("id2label")
     if part is None:
         return tuple(f"LABEL_{idx}" for idx in range(config.integer("num_labels", 2)))
@@ -116,7 +116,7 @@ def read_labels(config: HFConfig) -> tuple[str, ...]:
 
 
 def read_scores(config: HFConfig, num_labels: int) -> Literal["sigmoid", "softmax", "none"]:
-    """Read the function from logits to scores; by default the sigmoid of one class, the softmax over several."""
+    """Read the function from logits to scores: by default the sigmoid for one class, the softmax for several."""
     own = config.part("sentence_transformers")
     field, name = "sbert_ce_default_activation_function", "activation_fn"
     stated = own.text(name, "") if own is not None and own.has(name) else config.text(field, "")

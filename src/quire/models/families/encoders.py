@@ -1,4 +1,4 @@
-"""The families of encoders, and the row that finds each."""
+"""The families of encoders, and the table of their architectures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.models.families.roberta import roberta, roberta_classifier, roberta_o
 from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import WeightMap
 
-# The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
+# Name under "architectures" in a checkpoint's config.json -> reader of the configuration.
 ENCODERS: Final[dict[str, Callable[[HFConfig], tuple[EncoderSpec, WeightMap]]]] = {
     "BertForMaskedLM": bert_of_masked_words,
     "BertForSequenceClassification": bert_classifier,
@@ -39,7 +39,7 @@ def build_encoder(config: Mapping[str, Any]) -> tuple[EncoderSpec, WeightMap]:
 
 
 def find_encoder(config: Mapping[str, Any]) -> str | None:
-    """Return the architecture of a configuration where it is an encoder, else None."""
+    """Return the architecture of a configuration if it is an encoder, else None."""
     names = config.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
     return first if isinstance(first, str) and first in ENCODERS else None

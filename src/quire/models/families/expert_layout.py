@@ -1,4 +1,4 @@
-"""Experts in layers of Llama's layout: how they are read, and what their tensors are called."""
+"""Experts in layers of Llama's layout: their fields and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from quire.errors import CheckpointError
 from quire.models.families.hf_config import HFConfig
 from quire.models.specs.spec import Experts, ModelSpec, WeightMap
 
-# In all layers together; names are made for each before any tensor is read. Published models have 25,000.
+# Limit for all layers together, since names are made for all experts before a tensor is read; published models have
+# 25,000.
 MAX_EXPERTS = 2**18
 # Names of the gate, up and down of each expert.
 PARTS = ("gate_proj", "up_proj", "down_proj")
-# Field that is added to the configuration of files whose experts are linear layers, each under a name of its own, where
-# a family may have those of a layer in one tensor.
+# Field that is added to the configuration of files that store each expert's linear layers by name, for families that
+# may store all experts of a layer in one tensor.
 LINEAR_EXPERTS: Final = "experts_are_linear_layers"
-# Field that is added to the configuration of files that store all experts of a layer in blocks of MXFP4, as the rows of
-# linear layers, where the family has them transposed.
+# Field that is added to the configuration of files that store all experts of a layer in blocks of MXFP4, not transposed
+# as the family's other files.
 BLOCK_EXPERTS: Final = "experts_are_blocks"
 
 
 def read_counts(config: HFConfig, default: int | None = None, chosen: int | None = None) -> tuple[int, int]:
-    """Read how many experts there are, and how many of them a token goes through."""
+    """Return the number of experts, and the number of experts per token."""
     name = "num_experts" if config.has("num_experts") else "num_local_experts"
     num_experts, num_chosen = config.integer(name, default), config.integer("num_experts_per_tok", chosen)
     if num_chosen > num_experts:
@@ -60,7 +61,7 @@ def with_experts(
     prefix: str = "model",
     is_stacked: bool = False,
 ) -> tuple[ModelSpec, WeightMap]:
-    """Put experts in place of the gated MLPs of some layers."""
+    """Replace the gated MLPs of some layers by experts."""
     spec, names = read
     specs = [replace(each, ffn=experts) if idx in layers else each for idx, each in enumerate(spec.layers)]
     replaced = {("layers", str(idx), "ffn") for idx in layers}
@@ -75,7 +76,7 @@ def with_experts(
 def map_experts(
     ours: str, theirs: str, num_experts: int, parts: tuple[str, str, str] = PARTS, kind: str = "weight"
 ) -> WeightMap:
-    """Name the tensors of experts, each of which is there by itself."""
+    """Name the tensors of experts that are stored one by one."""
     gate, up, down = parts
     numbered = [f"{theirs}.experts.{number}" for number in range(num_experts)]
     return {
@@ -85,5 +86,5 @@ def map_experts(
 
 
 def map_stack(ours: str, theirs: str) -> WeightMap:
-    """Name the tensors of experts that are stored in one: [X, out, in], which is read as the rows of all."""
+    """Name the tensors of experts that are stored in one tensor [X, out, in], which is read as [X * out, in]."""
     return {f"{ours}.{name}.weight": (f"{theirs}.experts.{name}_proj",) for name in ("gate_up", "down")}

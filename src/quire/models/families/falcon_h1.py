@@ -56,7 +56,7 @@ def falcon_h1(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
 
 def _read_attention(config: HFConfig, in_scale: float) -> Attention:
-    """Read the heads; what multiplies keys multiplies scores, and so does what multiplies the input, by both sides."""
+    """Read the attention; its scores take the keys' multiplier, and the input's squared (of queries and keys)."""
     has_bias = config.flag("attention_bias", False)
     attention = read_attention(config, read_rope(config))
     score_scale = attention.head_dim**-0.5 * config.number("key_multiplier", 1.0) * in_scale**2
@@ -64,7 +64,7 @@ def _read_attention(config: HFConfig, in_scale: float) -> Attention:
 
 
 def _read_mamba(config: HFConfig, norm: RMSNorm) -> Mamba2:
-    """Read the heads; what multiplies the input multiplies all that is projected from it."""
+    """Read the heads; the input's multiplier becomes a factor of each projected part."""
     inner = config.integer_or_none("mamba_d_ssm", missing=1024)
     if inner is None:
         inner = config.integer("hidden_size") * config.integer("mamba_expand", 2)
@@ -81,7 +81,7 @@ def _read_mamba(config: HFConfig, norm: RMSNorm) -> Mamba2:
 
 
 def _read_input_scale(config: HFConfig, name: str, bias: str) -> float:
-    """Read what multiplies the input of a projection: that goes past the projection, unless it has a bias."""
+    """Read the multiplier of a projection's input, which can multiply its output unless the projection has a bias."""
     scale = config.number(name, 1.0)
     if scale != 1.0 and config.flag(bias, False):
         raise UnsupportedModel(

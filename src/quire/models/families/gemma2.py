@@ -12,9 +12,9 @@ from quire.models.families.hf_config import HFConfig, read_activation, read_max_
 from quire.models.families.llama_layout import map_weights, read_attention
 from quire.models.specs.spec import GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
-# Checkpoints leave out what is equal to these.
+# Values of fields that checkpoints leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {**GEMMA3_DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192}
-# Soft caps of scores and of logits; null is for none.
+# Soft caps of scores and of logits; null for none.
 CAPS: Final[Mapping[str, float]] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 

@@ -19,7 +19,7 @@ from quire.models.families.llama_layout import map_weights, read_attention
 from quire.models.specs.rotations import Rope
 from quire.models.specs.spec import GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
-# Checkpoints leave out what is equal to these.
+# Values of fields that checkpoints leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -75,14 +75,14 @@ def gemma3(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
 
 
 def gemma3_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read the language model of a `Gemma3ForConditionalGeneration`; what sees images is left out."""
+    """Read the language model of a `Gemma3ForConditionalGeneration`, without the vision encoder."""
     config.require("tie_word_embeddings", None, True)
     text = config.part("text_config")
     return gemma3(text if text is not None else HFConfig({}, "text_config."), "language_model.model")
 
 
 def _read_ropes(config: HFConfig) -> tuple[Rope, Rope]:
-    """Read the rotation of layers that see all tokens, then that of layers with a window."""
+    """Return the rotation of layers with full attention, and the rotation of layers with a window."""
     theta, window_theta = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
     parts = config.part("rope_parameters")
     if parts is None:

@@ -1,6 +1,6 @@
-"""Gemma 4 (text): layers that read another's keys and values, and are told of each token once more.
+"""Gemma 4 (text): layers that share keys and values, and per-layer inputs.
 
-In its models with experts, each layer has these beside a gated MLP.
+In its models with experts, each layer has experts and a gated MLP side by side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quire.models.specs.spec import (
     WeightMap,
 )
 
-# Checkpoints leave out what is equal to these.
+# Values of fields that checkpoints leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "vocab_size": 262144,
     "hidden_size": 2304,
@@ -53,7 +53,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "hidden_size_per_layer_input": 256,
 }
 ROPES: Final = {FULL: Rope(1e6, ProportionalScaling(0.25, 1.0)), WINDOWED: Rope(1e4)}
-# Weights of per-layer inputs in a layer, weights of these inputs, and layers without keys and values of their own.
+# Modules of a layer that add per-layer inputs, and modules that compute these inputs.
 GATE: Final = {
     "per_layer_gate.gate": ("per_layer_input_gate",),
     "per_layer_gate.output": ("per_layer_projection",),
@@ -64,7 +64,7 @@ TOLD: Final = {
     "projection": ("per_layer_model_projection",),
     "norm": ("per_layer_projection_norm",),
 }
-# In layers with experts, where the norm of the MLP's output is that of the sum.
+# Modules of layers with experts; the norm of other layers' MLP output is the norm of the sum of both outputs here.
 MLP_BESIDE: Final = {f"ffn.mlp.{name.removeprefix('ffn.')}": modules for name, modules in MLP.items()}
 EXPERTS: Final = {
     "ffn.mlp_norm": ("post_feedforward_layernorm_1",),
@@ -73,7 +73,7 @@ EXPERTS: Final = {
     "ffn.norm": ("post_feedforward_layernorm",),
     "ffn.experts.router": ("router.proj",),
 }
-# Weights of the router, whose names have no ending.
+# Weights of the router, whose names have no suffix.
 ROUTER: Final = {"router_norm": "router.scale", "expert_scales": "router.per_expert_scale"}
 QUERIES: Final = {"mixer.q": ("self_attn.q_proj",), "mixer.q_norm": ("self_attn.q_norm",)}
 SAME_KV: Final = {"mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.k_proj")}
@@ -117,14 +117,14 @@ def gemma4(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
 
 
 def gemma4_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read the language model of a `Gemma4ForConditionalGeneration`; what sees images and hears is left out."""
+    """Read the language model of a `Gemma4ForConditionalGeneration`, without the vision and audio encoders."""
     config.require("tie_word_embeddings", None, True)
     text = config.part("text_config") or HFConfig({}, "text_config.")
     return gemma4(text.changed({LINEAR_EXPERTS: config.flag(LINEAR_EXPERTS, False)}), "model.language_model")
 
 
 def _read_experts(config: HFConfig, norm: RMSNorm, mlp: GatedMLP) -> Experts:
-    """Read the experts of every layer; their router sees the hidden state, divided by its root mean square."""
+    """Read the experts of every layer; their router's input is the residual after an RMS norm."""
     return Experts(
         *read_counts(config.changed({"num_experts_per_tok": config.integer("top_k_experts")})),
         config.integer("moe_intermediate_size"),
@@ -137,7 +137,7 @@ def _read_experts(config: HFConfig, norm: RMSNorm, mlp: GatedMLP) -> Experts:
 
 
 def _read_kinds(config: HFConfig) -> tuple[str, ...]:
-    """Read the kind of every layer; the last one sees all tokens, whatever is stated."""
+    """Read the kind of every layer; the last layer always has full attention."""
     kinds = read_layer_kinds(config, (FULL, WINDOWED), lambda idx: WINDOWED if (idx + 1) % 6 else FULL)
     return (*kinds[:-1], FULL)
 
@@ -173,7 +173,7 @@ def _read_ropes(config: HFConfig) -> Mapping[str, Rope]:
 
 
 def _read_per_layer_inputs(config: HFConfig, norm: RMSNorm, mlp: GatedMLP) -> PerLayerInputs | None:
-    """Read what layers are told of the tokens; a width of 0 is nothing."""
+    """Read the per-layer inputs; None if their width is 0."""
     if config.count("hidden_size_per_layer_input", 0) == 0:
         return None
     vocab_size = config.integer("vocab_size_per_layer_input")

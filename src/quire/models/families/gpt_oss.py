@@ -11,7 +11,7 @@ from quire.models.families.hf_config import HFConfig, read_max_position, read_ro
 from quire.models.families.llama_layout import NORMS, OUTPUT, QKV, map_ends, map_modules, read_attention
 from quire.models.specs.spec import Experts, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
-# Checkpoints may leave out what is equal to these.
+# Values of fields that checkpoints may leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "vocab_size": 201088,
     "hidden_size": 2880,
@@ -50,7 +50,7 @@ def gpt_oss(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     experts = Experts(
         *read_counts(config, chosen=4),
         config.integer("intermediate_size"),
-        # The softmax over the chosen logits is that over all of them, divided by the sum of the chosen.
+        # The softmax over the chosen logits is the softmax over all logits, divided by the sum of the chosen.
         renormalised=True,
         activation="swigluoai",
         transposed=not (is_linear or is_in_blocks),

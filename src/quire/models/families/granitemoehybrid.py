@@ -1,6 +1,6 @@
 """Granite 4: Mamba 2 and attention without positions, or attention alone, and multipliers everywhere.
 
-Each layer has a gated MLP, or experts for which that one is shared.
+Each layer has a gated MLP, or experts with that MLP as the shared expert.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.models.families.mamba_layout import map_mamba2, read_mamba2
 from quire.models.specs.spec import Attention, Experts, GatedMLP, LayerSpec, Mamba2, ModelSpec, RMSNorm, WeightMap
 
 RECURRENT: Final = "linear_attention"
-# Older checkpoints have other names for the kinds of layer.
+# Names of the kinds of layer in older checkpoints.
 OLDER: Final = {"attention": FULL, "mamba": RECURRENT}
 MLP: Final = {"ffn.gate_up": ("shared_mlp.input_linear",), "ffn.down": ("shared_mlp.output_linear",)}
 EXPERTS: Final = {
@@ -80,7 +80,7 @@ def granitemoehybrid(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
 
 def _read_ffn(config: HFConfig) -> GatedMLP | Experts:
-    """Read the experts, or without any the gated MLP."""
+    """Read the experts, or the gated MLP of a model without experts."""
     width = config.integer("shared_intermediate_size", 1024)
     if not config.count("num_local_experts", 0):
         return GatedMLP(width)

@@ -1,4 +1,4 @@
-"""Typed reading of a checkpoint's `config.json`: every field is checked, and what is not implemented is refused."""
+"""Typed reading of a checkpoint's `config.json`: fields are checked, and values that are not implemented refused."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from quire.models.specs.rotations import (
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface.ops import Activation
 
-# Fields that change what a model computes, and the only values of them that are implemented; in every part.
+# Fields that change a model's results, and their only implemented values; checked in every nested object too.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
 }
-# The name of an activation -> ours.
+# Name of an activation -> Quire's name.
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Names in `layer_types` of layers with full attention and with a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"
-# The largest size, count or id; and of layers, of which each makes objects before any tensor is looked at.
+# The largest size, count or id; fewer layers, because objects are made for each before any tensor is read.
 MAX_INTEGER = 2**31 - 1
 MOST: Mapping[str, int] = {"num_hidden_layers": 1024}
 ROPE_TYPES = "default, linear, dynamic, llama3, yarn, proportional"
@@ -39,7 +39,7 @@ _MISSING = object()
 
 
 class HFConfig:
-    """A `config.json` in the dialect of Hugging Face."""
+    """A `config.json` in the format of Hugging Face, or a nested object of it."""
 
     def __init__(self, fields: Mapping[str, Any], prefix: str = "") -> None:
         self._fields = fields
@@ -58,12 +58,12 @@ class HFConfig:
             )
 
     def filled(self, defaults: Mapping[str, Any]) -> HFConfig:
-        """Return the same configuration with a family's defaults in place of what is missing or null."""
+        """Return the configuration with a family's defaults for fields that are missing or null."""
         given = {name: value for name, value in self._fields.items() if value is not None}
         return HFConfig({**defaults, **given}, self._prefix)
 
     def changed(self, changes: Mapping[str, Any]) -> HFConfig:
-        """Return the same configuration with other fields in place of its own."""
+        """Return the configuration with some fields replaced."""
         return HFConfig({**self._fields, **changes}, self._prefix)
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
@@ -74,7 +74,7 @@ class HFConfig:
         return value
 
     def integer_or_none(self, name: str, missing: int) -> int | None:
-        """Read a positive integer or null; `missing` where the field is not there."""
+        """Read a positive integer or null; `missing` for a missing field."""
         return None if self._fields.get(name, missing) is None else self.integer(name, missing)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -99,22 +99,22 @@ class HFConfig:
         return value
 
     def has(self, name: str) -> bool:
-        """True when the field is there and not null."""
+        """Return whether the field exists and is not null."""
         return self._fields.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """True when the field is there, and null."""
+        """Return whether the field exists and is null."""
         return name in self._fields and self._fields[name] is None
 
     def part(self, name: str) -> HFConfig | None:
-        """Read a nested object, or None where it is missing or null."""
+        """Read a nested object; None if it is missing or null."""
         value = self._fields.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object")
         return None if value is None else HFConfig(value, f"{self._prefix}{name}.")
 
     def parts(self, name: str) -> dict[str, HFConfig] | None:
-        """Read an object of objects, or None where it is missing or null."""
+        """Read an object of objects; None if it is missing or null."""
         whole = self.part(name)
         return None if whole is None else {key: whole.part(key) or HFConfig({}) for key in whole._fields}
 
@@ -194,7 +194,7 @@ def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
 
 
 def read_rope_part(config: HFConfig, part: HFConfig | None, default_theta: float) -> Rope:
-    """Read a rotation from one of the configuration's objects, or as the plain one where there is none."""
+    """Read a rotation from a nested object; one without scaling for None."""
     config.require("partial_rotary_factor", None, 1.0)
     if part is None:
         return Rope(default_theta)
@@ -202,7 +202,7 @@ def read_rope_part(config: HFConfig, part: HFConfig | None, default_theta: float
 
 
 def read_num_turned(config: HFConfig, part: HFConfig, head_dim: int, default: float) -> int:
-    """Read how many first values of a head are rotated, from `partial_rotary_factor`."""
+    """Read the number of leading values of a head that are rotated, from `partial_rotary_factor`."""
     name = "partial_rotary_factor"
     fraction = part.fraction(name, config.fraction(name, default))
     num_turned = int(head_dim * fraction)
@@ -214,7 +214,7 @@ def read_num_turned(config: HFConfig, part: HFConfig, head_dim: int, default: fl
 
 
 def read_activation(config: HFConfig, name: str = "hidden_act") -> Activation:
-    """Read what the gates of the FFNs go through."""
+    """Read the activation of the FFNs' gates."""
     value = config.text(name, "silu")
     if value not in ACTIVATIONS:
         raise UnsupportedModel(
@@ -225,7 +225,7 @@ def read_activation(config: HFConfig, name: str = "hidden_act") -> Activation:
 
 
 def refuse_layer_types(config: HFConfig, *allowed: str) -> None:
-    """Refuse layers whose attention is of another kind than those of `allowed`."""
+    """Refuse kinds of layers other than `allowed`."""
     for kind in config.texts("layer_types"):
         if kind not in allowed:
             raise UnsupportedModel(
@@ -253,13 +253,13 @@ def read_layer_kinds(
 
 
 def read_windows(config: HFConfig, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Read the window of every layer, None for those that see all earlier tokens."""
+    """Read the window of every layer; None for full attention."""
     kinds = read_layer_kinds(config, (FULL, WINDOWED), lambda idx: WINDOWED if has_window(idx) else FULL)
     return tuple(config.integer("sliding_window") if kind == WINDOWED else None for kind in kinds)
 
 
 def read_max_position(config: HFConfig, rope: Rope | None) -> int:
-    """Read the longest context, which a YaRN checkpoint may state for the original model only."""
+    """Read the longest context, which a YaRN checkpoint may state without its scaling."""
     limit = config.integer("max_position_embeddings")
     if rope is not None and isinstance(rope.scaling, YarnScaling):
         stretched = rope.scaling.original_max_position * rope.scaling.factor
@@ -279,7 +279,7 @@ def _read_scaling(config: HFConfig, part: HFConfig) -> RopeScaling | None:
         return ProportionalScaling(part.fraction("partial_rotary_factor", 1.0), part.number("factor", 1.0))
     part.require("partial_rotary_factor", None, 1.0)
     if kind in ("default", "dynamic"):
-        # Dynamic NTK changes the base only past max_position_embeddings, where no context of ours reaches.
+        # Dynamic NTK changes the base only beyond max_position_embeddings, the longest context that is served.
         return None
     if kind == "linear":
         return LinearScaling(part.number("factor"))

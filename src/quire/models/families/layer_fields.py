@@ -1,4 +1,4 @@
-"""Fields that configurations state for some layers only: shapes, shared caches, rotations, experts."""
+"""Fields of configurations that apply to some layers only: shapes, shared caches, rotations, experts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final
 from quire.errors import CheckpointError, UnsupportedModel, shown
 from quire.models.families.hf_config import FULL, HFConfig
 
-# Fields of `per_layer_config` for one layer.
+# Fields of a layer in `per_layer_config`.
 OWN_FIELDS: Final = ("head_dim", "num_key_value_heads")
 
 
 def read_layers(config: HFConfig, kinds: Sequence[str]) -> tuple[HFConfig, ...]:
-    """Read what is stated for single layers, or for those that see all tokens: the shape of their keys and values."""
+    """Return each layer's configuration, with the shape of keys and values stated for it or for full attention."""
     own = config.parts("per_layer_config")
     if own is None:
         shape = {"head_dim": "global_head_dim"}
@@ -40,7 +40,7 @@ def read_layers(config: HFConfig, kinds: Sequence[str]) -> tuple[HFConfig, ...]:
 
 
 def read_sources(config: HFConfig, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """Read whose keys and values each layer reads: the last layers read those of the last one of their kind before."""
+    """Return each layer's source of keys and values: None, or for the last layers the last source of their kind."""
     num_own = len(kinds) - config.count("num_kv_shared_layers", 0)
     last = {kind: idx for idx, kind in enumerate(kinds[: max(0, num_own)])}
     if not last.keys() >= {*kinds}:
@@ -53,7 +53,7 @@ def read_sources(config: HFConfig, kinds: Sequence[str]) -> tuple[int | None, ..
 
 
 def read_turned(config: HFConfig) -> tuple[bool, ...]:
-    """Read which layers turn queries and keys: all that `no_rope_layers` has a 1 for, or most of them."""
+    """Return whether each layer rotates queries and keys: by `no_rope_layers`, or all layers but every n-th."""
     num_layers, interval = config.integer("num_hidden_layers"), config.integer("no_rope_layer_interval", 4)
     stated = config.flags("no_rope_layers") or tuple((idx + 1) % interval > 0 for idx in range(num_layers))
     if len(stated) < num_layers:
@@ -65,7 +65,7 @@ def read_turned(config: HFConfig) -> tuple[bool, ...]:
 
 
 def read_expert_layers(config: HFConfig) -> frozenset[int]:
-    """Read which layers have experts: those that `moe_layers` lists, or every n-th."""
+    """Return the layers with experts: by `moe_layers`, or every n-th."""
     if config.has("moe_layers"):
         return config.indices("moe_layers")
     step = config.integer("interleave_moe_layer_step", 1)

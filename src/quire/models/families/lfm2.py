@@ -13,7 +13,7 @@ from quire.models.families.llama_layout import QKV, map_ends, map_modules, read_
 from quire.models.specs.spec import Attention, Experts, GatedMLP, LayerSpec, ModelSpec, RMSNorm, ShortConv, WeightMap
 
 CONV: Final = "conv"
-# Checkpoints leave out what is equal to these.
+# Values of fields that checkpoints leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "vocab_size": 65536,
     "hidden_size": 2560,
@@ -30,7 +30,7 @@ MOE_DEFAULTS: Final[Mapping[str, Any]] = {
     "num_experts": 32,
     "num_experts_per_tok": 4,
 }
-# Added to the sum of the chosen scores, which divides them.
+# Added to the sum by which the chosen scores are divided.
 SUM_EPS: Final = 1e-6
 NORMS: Final = {"mixer_norm": ("operator_norm",), "ffn_norm": ("ffn_norm",)}
 MLP: Final = {"ffn.gate_up": ("feed_forward.w1", "feed_forward.w3"), "ffn.down": ("feed_forward.w2",)}
@@ -108,7 +108,7 @@ def lfm2_moe(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
 
 def _read_mlp_width(config: HFConfig) -> int:
-    """Read the columns of a gate: what is stated is for an MLP without one, of which two thirds cost the same."""
+    """Read the width of the MLP: two thirds of the stated width, which is for an MLP without gates of equal size."""
     field = "block_ff_dim" if config.has("block_ff_dim") else "intermediate_size"
     width = config.integer(field, DEFAULTS["intermediate_size"])
     if not config.flag("block_auto_adjust_ff_dim", True):

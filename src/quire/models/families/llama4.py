@@ -1,4 +1,4 @@
-"""Llama 4 (text): attention in chunks, layers without positions between, and experts of which one is shared."""
+"""Llama 4 (text): chunked attention, some layers without rotation, experts and a shared expert."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.models.specs.rotations import Temperature
 from quire.models.specs.spec import Attention, Experts, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 CHUNKED: Final = "chunked_attention"
-# Checkpoints leave out what is equal to these.
+# Values of fields that checkpoints leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "vocab_size": 202048,
     "hidden_size": 5120,
@@ -37,7 +37,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "num_local_experts": 16,
     "interleave_moe_layer_step": 1,
 }
-# Rotations that leave the length of a head as it is: its norm is taken before, where the model takes it after.
+# Rotations that keep the length of a head, because norms of heads come before the rotation here and after it in the
+# model.
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3")
 MLP: Final = {
     "ffn.gate_up": ("feed_forward.gate_proj", "feed_forward.up_proj"),
@@ -48,7 +49,7 @@ EXPERTS: Final = {
     "ffn.shared.gate_up": ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
     "ffn.shared.down": ("feed_forward.shared_expert.down_proj",),
 }
-# Tensors of all experts, whose names have no ending.
+# Tensors of all experts, whose names have no suffix.
 WHOLE: Final = {
     "ffn.gate_up.weight": "feed_forward.experts.gate_up_proj",
     "ffn.down.weight": "feed_forward.experts.down_proj",
@@ -90,7 +91,7 @@ def llama4(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
 
 def llama4_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read the language model of a `Llama4ForConditionalGeneration`; what sees images is left out."""
+    """Read the language model of a `Llama4ForConditionalGeneration`, without the vision encoder."""
     config.require("tie_word_embeddings", None, False)
     text = config.part("text_config") or HFConfig({}, "text_config.")
     spec, names = llama4(text.changed({LINEAR_EXPERTS: config.flag(LINEAR_EXPERTS, False)}))
@@ -98,7 +99,7 @@ def llama4_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
 
 def _read_mixers(config: HFConfig) -> list[Attention]:
-    """Read the attention of every layer: some turn heads and norm them, the others have a temperature."""
+    """Read the attention of every layer: some have rotation and norms of heads, the others a temperature."""
     part = config.part("rope_parameters") or config.part("rope_scaling") or HFConfig({})
     for kind in ("rope_type", "type"):
         part.require(kind, None, *ROPE_TYPES)

@@ -1,4 +1,4 @@
-"""The layout that Llama introduced and most families keep: how it is read, and what its tensors are called."""
+"""The layout of Llama and most other families: its fields and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quire.models.families.hf_config import (
 from quire.models.specs.rotations import Rope
 from quire.models.specs.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
-# A layer's norms: our name -> the checkpoint's.
+# A layer's norms: Quire's name -> the checkpoint's.
 NORMS: Mapping[str, str] = {"mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-# Its modules: our name -> the parts of the checkpoint.
+# A layer's modules: Quire's name -> modules of the checkpoint.
 QKV: Mapping[str, tuple[str, ...]] = {"mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
 OUTPUT: Mapping[str, tuple[str, ...]] = {"mixer.output": ("self_attn.o_proj",)}
 MLP: Mapping[str, tuple[str, ...]] = {"ffn.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn.down": ("mlp.down_proj",)}
@@ -40,11 +40,11 @@ def read_llama_layout(
     windows: Sequence[int | None] | None = None,
     rope: Rope | None = None,
 ) -> tuple[ModelSpec, WeightMap]:
-    """Read a decoder of layers of attention and gated MLP, each after a norm, which differ in their windows at most."""
+    """Read a decoder with layers of attention and gated MLP, each after a norm; only the layers' windows differ."""
     if windows is None:
         refuse_layer_types(config, FULL)
         windows = (None,) * config.integer("num_hidden_layers")
-    # These fields are Llama's; where another family's checkpoint sets them, we would not know what it means.
+    # These are Llama's fields, which have no defined meaning in checkpoints of other families.
     config.require("attention_bias", None, qkv_bias and output_bias)
     config.require("mlp_bias", None, mlp_bias)
     norm = RMSNorm(config.number("rms_norm_eps", 1e-6))
@@ -70,7 +70,7 @@ def read_llama_layout(
 def read_attention(
     config: HFConfig, rope: Rope | None, head_dim: int | None = None, *, has_soft_cap: bool = False
 ) -> Attention:
-    """Read the heads."""
+    """Read the attention of a layer."""
     if not has_soft_cap:
         config.require("attn_logit_softcapping", None)
     num_heads = config.integer("num_attention_heads")

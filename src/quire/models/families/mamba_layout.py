@@ -1,4 +1,4 @@
-"""Layers of Mamba 2 as Bamba introduced them: how they are read, and what their tensors are called."""
+"""Layers of Mamba 2 in Bamba's layout: their fields and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.models.families.hf_config import HFConfig
 from quire.models.families.llama_layout import map_modules
 from quire.models.specs.spec import Mamba2, RMSNorm, WeightMap
 
-# Values of checkpoints for a `dt` without limits.
+# Values of `time_step_limit` without limits.
 NO_LIMITS: Final = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], [0.0, "inf"])
 HEADS: Final = {"A_log": "A_log", "dt_bias": "dt_bias", "D": "D"}
 

@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin: Llama without biases; in the first release every layer attends to a window."""
+"""Mistral 7B and its successors: Llama without biases; the first release has a window in every layer."""
 
 from __future__ import annotations
 

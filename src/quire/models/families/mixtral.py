@@ -9,7 +9,7 @@ from quire.models.families.hf_config import FULL, WINDOWED, HFConfig, read_activ
 from quire.models.families.llama_layout import read_llama_layout
 from quire.models.specs.spec import Experts, ModelSpec, WeightMap
 
-# Checkpoints may leave out what is equal to these.
+# Values of fields that checkpoints may leave out.
 DEFAULTS: Final[dict[str, Any]] = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
 
 

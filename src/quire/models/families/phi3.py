@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: Llama with fused projections, LongRoPE, and heads of which a part may be rotated."""
+"""Phi-3, Phi-3.5 and Phi-4-mini: Llama with fused projections, LongRoPE, and partial rotation of heads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from quire.models.families.llama_layout import NORMS, OUTPUT, map_ends, map_modu
 from quire.models.specs.rotations import LongRopeScaling, Rope
 from quire.models.specs.spec import ModelSpec, WeightMap
 
-# Checkpoints may leave out what is equal to these.
+# Values of fields that checkpoints may leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-# Names of LongRoPE: older configurations have the others.
+# Names of LongRoPE in configurations, the current one first.
 LONGROPE: Final = ("longrope", "su", "yarn")
 MODULES: Final = {
     **{name: (norm,) for name, norm in NORMS.items()},
@@ -36,7 +36,7 @@ def phi3(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     num_layers = config.integer("num_hidden_layers")
     window = config.integer("sliding_window") if config.has("sliding_window") else None
     refuse_layer_types(config, FULL if window is None else WINDOWED)
-    # Checkpoints for long contexts state a window that no context outgrows.
+    # Checkpoints for long contexts state a window as long as the longest context.
     if window is not None and window >= config.integer("max_position_embeddings"):
         window = None
     rope = _read_rope(config, read_attention(config, None).head_dim)
@@ -48,7 +48,7 @@ def phi3(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
 
 def _read_rope(config: HFConfig, head_dim: int) -> Rope:
-    """Read the rotation of the first part of a head, whose length is that of the lists of factors."""
+    """Read the rotation of a head's leading values; a LongRoPE scaling has a factor for each pair of them."""
     part = config.part("rope_parameters") or config.part("rope_scaling") or HFConfig({})
     num_turned = read_num_turned(config, part, head_dim, 1.0)
     for kind in ("rope_type", "type"):

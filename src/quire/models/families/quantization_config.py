@@ -1,4 +1,4 @@
-"""The method by which the weights of a checkpoint are quantised, as its configuration names it; needs no torch."""
+"""The quantisation method in a checkpoint's configuration; needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from quire.errors import CheckpointError, ConfigError, UnsupportedModel, shown
 from quire.models.families.hf_config import HFConfig
 
-# Former and nested names of the part.
+# Current and former name of the object.
 FIELDS: Final = ("quantization_config", "compression_config")
 METHODS: Final = ("compressed-tensors", "awq", "gptq", "mxfp4", "fp8")
 SERVED: Final = (
@@ -22,7 +22,7 @@ REASONS: Final[Mapping[str, str]] = {
 
 
 class QuantizationConfig(NamedTuple):
-    """The method of a checkpoint, and its fields.
+    """The quantisation method of a checkpoint, and its fields.
 
     Args:
         method: one of `METHODS`.
@@ -34,7 +34,7 @@ class QuantizationConfig(NamedTuple):
 
 
 def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | None:
-    """Read the method by which a checkpoint is quantised; None where no part of its configuration names one.
+    """Read the quantisation method of a checkpoint; None if its configuration has none.
 
     Args:
         config: content of `config.json`.
@@ -62,7 +62,7 @@ def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | 
 
 
 def check_stored_method(wanted: str | None, config: Mapping[str, Any], *, is_gguf: bool) -> None:
-    """Check that a checkpoint stores its weights by the method that the user expects.
+    """Check that a checkpoint has the quantisation method that the user expects.
 
     Args:
         wanted: the option `stored_quantization`; None expects nothing.
@@ -86,7 +86,7 @@ def check_stored_method(wanted: str | None, config: Mapping[str, Any], *, is_ggu
 
 
 def without_quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration without what it says of the storage of weights: what is left is the model."""
+    """Return a configuration without the fields of quantisation, as of the same model with plain weights."""
     plain = {name: value for name, value in config.items() if name not in FIELDS}
     text = plain.get("text_config")
     if isinstance(text, Mapping):

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and with windows where a checkpoint uses them."""
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and optional windows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def qwen2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
 
 def read_qwen_windows(config: HFConfig) -> tuple[int | None, ...]:
-    """Read the windows of Qwen's layers: where `use_sliding_window` is set, those from `max_window_layers` on."""
+    """Read the windows of Qwen's layers: with `use_sliding_window`, layers from `max_window_layers` on have one."""
     window = config.integer_or_none("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
     if window is None:
         refuse_layer_types(config, FULL)

@@ -29,7 +29,7 @@ from quire.models.specs.rotations import Rope
 from quire.models.specs.spec import Attention, GatedDeltaNet, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 RECURRENT: Final = "linear_attention"
-# Checkpoints leave out what is equal to these.
+# Values of fields that checkpoints leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "vocab_size": 248320,
     "hidden_size": 4096,
@@ -46,7 +46,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-# Rotations that a part of a head can have.
+# Supported rotations of a part of a head.
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 DELTA_NET: Final = {
     "mixer.input": (
@@ -101,18 +101,18 @@ def qwen3_5(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightM
 
 
 def qwen3_5_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read the language model of a `Qwen3_5ForConditionalGeneration`; what sees images is left out."""
+    """Read the language model of a `Qwen3_5ForConditionalGeneration`, without the vision encoder."""
     text = config.part("text_config") or HFConfig({}, "text_config.")
-    # Whether the head is tied is stated for the whole.
+    # `tie_word_embeddings` is a field of the outer object.
     is_tied = config.flag("tie_word_embeddings", False)
     return qwen3_5(text.changed({"tie_word_embeddings": is_tied}), "model.language_model")
 
 
 def _read_rope(config: HFConfig, head_dim: int) -> Rope:
-    """Read the rotation of the first part of a head.
+    """Read the rotation of a head's leading values.
 
-    `mrope_section` and `mrope_interleaved` share its frequencies among the three positions that a token of an image
-    has. Those of text are equal, so they change nothing.
+    `mrope_section` and `mrope_interleaved` divide the frequencies among the three positions of an image token. The
+    three positions of a text token are equal, so these fields have no effect.
     """
     name = "partial_rotary_factor"
     part = config.part("rope_parameters") or config.part("rope_scaling") or HFConfig({})

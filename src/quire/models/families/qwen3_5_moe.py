@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts (text): its layers, with experts in place of every gated MLP, and one that is shared."""
+"""Qwen3.5 with experts (text): experts and a shared expert in place of every gated MLP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.models.families.llama_layout import map_modules
 from quire.models.families.qwen3_5 import qwen3_5
 from quire.models.specs.spec import Experts, ModelSpec, WeightMap
 
-# Checkpoints leave out what is equal to these; what is not here is equal to Qwen3.5's.
+# Values of fields that checkpoints leave out, if they differ from Qwen3.5's.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "hidden_size": 2048,
     "num_hidden_layers": 40,
@@ -42,7 +42,7 @@ def qwen3_5_moe(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, Wei
         shared_gate=True,
     )
     spec, names = with_experts(
-        # A head for multi-token prediction is read without experts only.
+        # A head for multi-token prediction is supported without experts only.
         qwen3_5(
             config.changed({"num_experts": 0, "intermediate_size": experts.width, "mtp_num_hidden_layers": 0}), prefix
         ),
@@ -58,8 +58,8 @@ def qwen3_5_moe(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, Wei
 
 
 def qwen3_5_moe_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
-    """Read the language model of a `Qwen3_5MoeForConditionalGeneration`; what sees images is left out."""
+    """Read the language model of a `Qwen3_5MoeForConditionalGeneration`, without the vision encoder."""
     text = config.part("text_config") or HFConfig({}, "text_config.")
-    # Stated for the whole.
+    # Fields of the outer object.
     whole = {name: config.flag(name, False) for name in ("tie_word_embeddings", LINEAR_EXPERTS)}
     return qwen3_5_moe(text.changed(whole), "model.language_model")

@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-RoBERTa: BERT with positions that begin behind the padding token, and a head of its own."""
+"""RoBERTa and XLM-RoBERTa: BERT with positions from `pad_token_id + 1` on, and another head."""
 
 from __future__ import annotations
 
