@@ -1,7 +1,6 @@
-"""A checkpoint: the folder of configuration and safetensors files that a model is read from.
+"""A checkpoint: a folder with configuration and safetensors files, or a GGUF file.
 
-Nothing in it is executed: weights come from safetensors files only, never from pickles, and no code that a
-checkpoint brings along is ever imported.
+Nothing in it is executed: weights are never read from pickles, and code in a checkpoint is never imported.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt")
-# Copies of the same weights in another layout, and files for other engines in sub-folders; not "1_Pooling".
+# Copies of the same weights in another layout, and files for other engines in subfolders; not "1_Pooling".
 HUB_IGNORED = ("consolidated*", "[!1]*/*")
-# More than the configuration of any model takes, and than the index.
+# Larger than the configuration and the index of any model.
 MAX_CONFIG_BYTES = 4 << 20
 MAX_INDEX_BYTES = 64 << 20
 MAX_TOKEN_ID = 2**31 - 1
 GGUF_SUFFIX = ".gguf"
-# Errors of the hub's client in the user's words; their own texts are long.
+# Short messages for errors of the hub's client, whose own messages are long.
 HUB_ERRORS = {
     "LocalEntryNotFoundError": "the hub cannot be reached, and the local cache has no copy",
     "RepositoryNotFoundError": "the hub has no such model, or it needs HF_TOKEN",
@@ -58,13 +57,13 @@ class Checkpoint:
     """A model's files, read as far as their headers.
 
     Args:
-        folder: where the files lie; a tokenizer is looked for here as well.
+        folder: folder of the files, with the tokenizer if there is one.
         config: `config.json`.
-        generation_config: `generation_config.json`, empty when there is none.
+        generation_config: `generation_config.json`; empty if there is none.
         tensors: every stored tensor by name.
         gguf_fields: metadata of the GGUF file that the model is read from; None for a folder.
-        divided: names of the parts of tensors that a GGUF file divides.
-        gguf_path: the GGUF file, of a split one the given part; None for a folder.
+        divided: names of the parts of tensors that a GGUF file divides; see `GGUFModel`.
+        gguf_path: the GGUF file, or the first part of a split file; None for a folder.
     """
 
     folder: Path
@@ -80,13 +79,12 @@ class Checkpoint:
         """Find a model and read its configuration and the headers of its weights.
 
         Args:
-            model: a local folder, a GGUF file (of several parts, any), "bundled", or a Hugging Face hub id, of
-                which ":" and a quantisation ("Q4_K_M") choose a GGUF file.
+            model: a local folder, a GGUF file (the first part of a split one), "bundled", or a Hugging Face hub id,
+                with ":" and a quantisation ("Q4_K_M") for a GGUF file.
             revision: a branch, tag or commit of a hub id.
 
         Raises:
-            CheckpointError: nothing there, or a file that is missing, damaged or of a kind that is refused; the
-                message names the file.
+            CheckpointError: the model is not found, or a file is missing, damaged or refused; the message names it.
         """
         file = find_gguf(model, revision)
         if file is not None:  # planning of other models needs no torch
@@ -115,7 +113,7 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end a generation: those of the generation config, else of the model's config."""
+        """The tokens that end a generation, from the generation config or else the model's config."""
         for origin, source in (("generation_config.json", self.generation_config), ("config.json", self.config)):
             value = source.get("eos_token_id")
             if value is None:
@@ -130,14 +128,14 @@ class Checkpoint:
 
 
 def read_config(model: str, revision: str | None = None) -> Mapping[str, Any]:
-    """Read a model's `config.json` and nothing else; of a hub id, that one file is fetched.
+    """Read a model's `config.json` only; for a hub id, only this file is fetched.
 
     Args:
         model: a local folder, a `config.json`, "bundled", or a Hugging Face hub id.
         revision: a branch, tag or commit of a hub id.
 
     Raises:
-        CheckpointError: nothing there, or a file that is missing or damaged; the message names it.
+        CheckpointError: the model is not found, or a file is missing or damaged; the message names it.
     """
     file = find_gguf(model, revision)
     if file is not None:
@@ -166,15 +164,15 @@ def check_weights(folder: Path) -> None:
 
 
 def locate(model: str, revision: str | None = None, only: str | None = None) -> Path:
-    """Return the folder that holds a model's files, fetching it from the hub where it is a hub id.
+    """Return the folder with a model's files; for a hub id, they are fetched.
 
     Args:
         model: a local folder, "bundled", or a Hugging Face hub id.
         revision: a branch, tag or commit; for hub ids only.
-        only: the one file to fetch of a hub id; None for all that a model is read from.
+        only: the only file to fetch for a hub id; None for all files of the model.
 
     Raises:
-        CheckpointError: there is no such folder or model, or a revision of something that has none.
+        CheckpointError: there is no such folder or model, or a revision is given for something that has none.
     """
     if model == BUNDLED:
         folder = Path(str(resources.files("quire.models").joinpath("bundled")))
@@ -200,15 +198,15 @@ def locate(model: str, revision: str | None = None, only: str | None = None) -> 
 
 
 def find_gguf(model: str, revision: str | None = None) -> Path | None:
-    """Return the GGUF file that a model is, None where it is something else; of a hub id, it is fetched.
+    """Return the GGUF file of a model, or None for another kind of model; for a hub id, it is fetched.
 
     Args:
         model: a file, a folder that has a GGUF file and no config.json, or a hub id with ":" and a quantisation.
         revision: a branch, tag or commit; for hub ids only.
 
     Raises:
-        CheckpointError: a folder has several models, a file of such a quantisation is not there, or a revision is
-            given for something that has none.
+        CheckpointError: a folder has several models, no file has the quantisation, or a revision is given for
+            something that has none.
     """
     path = Path(model).expanduser()
     hub_id, colon, quantization = model.partition(":")
@@ -230,7 +228,7 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
 
 
 def _the_model_of(files: Sequence[Path], place: str) -> Path:
-    """Return the only model among GGUF files; other parts of it, and parts that see images, do not count."""
+    """Return the only model among GGUF files; its later parts and vision encoders do not count."""
     models = sorted(file for file in files if not _LATER_PART.search(file.name) and not file.name.startswith("mmproj"))
     if len(models) != 1:
         names = ", ".join(file.name for file in models[:8]) or "none"
@@ -251,7 +249,7 @@ def _download(model: str, revision: str | None, patterns: Sequence[str], ignored
         folder = snapshot_download(
             model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(ignored)
         )
-    # The hub client lets errors of its HTTP and cache layers through; whichever it was, the model is not here.
+    # The hub client passes on errors of its HTTP and cache layers; after any of them, the model is not available.
     except Exception as error:
         name = type(error).__name__
         why = HUB_ERRORS.get(name) or f"{name}: {' '.join(str(error).split())[:100]}"
@@ -304,7 +302,7 @@ def _shard_names(index: Path, weight_map: Mapping[str, object]) -> list[str]:
 
 
 def _shard_path(index: Path, shard: str) -> Path:
-    # The name alone is judged: in a hub cache each file is a link out of the folder, and that is as it should be.
+    # Only the name is checked, since the files in a hub cache are links to files outside of the folder.
     if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(".safetensors"):
         raise CheckpointError(f"{index} names shard {shown(shard)}; a plain *.safetensors file name is needed")
     path = index.parent / shard
@@ -314,19 +312,19 @@ def _shard_path(index: Path, shard: str) -> Path:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read one file's header; the library checks every offset in it against the file's length."""
+    """Read a file's header; the library checks every offset against the file's length."""
     tensors = {}
     try:
         with safe_open(path, framework="pt") as file, path.open("rb") as raw:
-            # The length of the header, the header, and the bytes that its offsets count from.
+            # A file is the header's length, the header, and the bytes from which its offsets count.
             start = 8 + int.from_bytes(raw.read(8), "little")
             places = json.loads(raw.read(start - 8))
-            for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+            for name in file.keys():  # noqa: SIM118 - the handle is not a mapping
                 part, (offset, end) = file.get_slice(name), places[name]["data_offsets"]
                 shape = tuple(part.get_shape())
                 tensors[name] = StoredTensor(path, part.get_dtype(), shape, start + offset, end - offset)
     except (MemoryError, RuntimeError) as error:
-        # Neither a large file nor one that is said to be large can be mapped by a machine with less memory.
+        # A file that is larger than the memory, or claims to be, cannot be mapped.
         raise CheckpointError(f"{path} cannot be mapped; the memory is smaller than the file ({error})") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error

@@ -1,4 +1,4 @@
-"""The pooling that a checkpoint states: the files of sentence-transformers, or a field of a GGUF file."""
+"""The pooling of a checkpoint, from the files of sentence-transformers or a field of a GGUF file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS_FILE = "config_sentence_transformers.json"
 LENGTH_FILE = "sentence_bert_config.json"
 MAX_LENGTH = 2**31 - 1
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
-# The name of a pooling in a checkpoint -> ours.
+# Name of a pooling in a checkpoint -> Quire's name.
 POOLINGS: Mapping[str, PoolingKind] = {
     "lasttoken": "last",
     "mean": "mean",
@@ -29,7 +29,7 @@ POOLINGS: Mapping[str, PoolingKind] = {
     "cls": "cls",
     "cls_token": "cls",
 }
-# The values of `pooling_type` in a GGUF file; 0 states none.
+# The values of `pooling_type` in a GGUF file; 0 is for none.
 GGUF_POOLING: Mapping[str, str] = {"0": "lasttoken", "1": "mean", "2": "cls", "3": "lasttoken", "4": "rank"}
 
 
@@ -45,15 +45,15 @@ class PoolingConfig(NamedTuple):
 
     Args:
         width: number of values of an embedding.
-        normalize: True where the checkpoint's embeddings have length 1.
-        refusal: reason why the model's embeddings are not supported; None where they are.
+        normalize: True if the checkpoint's embeddings have length 1.
+        refusal: reason why the model's embeddings are not supported; None if they are.
         classifier: tokens for "no" and "yes" of a reranker; None for other models.
         has_head: False for a model without an output head, which cannot generate.
         kind: rows of a prompt whose hidden states are pooled.
-        prompts: texts that are put in front of an input, by name.
-        default_prompt: name of the one for inputs that name none; None for none.
-        similarity: function of two embeddings that scores are; see `quire.engine.scoring`.
-        head: head that classifies; None for other models.
+        prompts: texts that are prepended to an input, by name.
+        default_prompt: name of the prompt for inputs that name none; None for no prompt.
+        similarity: function from two embeddings to a score; see `quire.engine.scoring`.
+        head: head for classification; None for other models.
     """
 
     width: int
@@ -82,14 +82,14 @@ class PoolingConfig(NamedTuple):
             raise InvalidParameter("dimensions", params.dimensions, f"at most the width of the model ({self.width})")
 
     def with_prompt(self, inputs: Sequence[Any], name: str | None = None) -> Sequence[Any]:
-        """Return inputs with a prompt of the checkpoint in front of those that are text.
+        """Return inputs with a prompt of the checkpoint prepended to texts.
 
         Args:
             inputs: texts, and inputs in other forms.
             name: name of the prompt; None for the default one, if there is one.
 
         Raises:
-            InvalidParameter: the checkpoint has no prompt of the name.
+            InvalidParameter: the checkpoint has no prompt of this name.
         """
         name = self.default_prompt if name is None else name
         if name is None:
@@ -102,7 +102,7 @@ class PoolingConfig(NamedTuple):
         return [self.prompts[name] + each if isinstance(each, str) else each for each in inputs]
 
     def require_classes(self) -> ClassifierHead:
-        """Return the head that classifies.
+        """Return the head for classification.
 
         Raises:
             UnsupportedFeature: there is none.
@@ -118,13 +118,13 @@ def read_pooling(
     tokenizer: TextEncoder | None = None,
     classifier: str | None = None,
 ) -> PoolingConfig:
-    """Read the pooling of a checkpoint; without any statement it is normalised, a decoder's last or an encoder's first.
+    """Read the pooling of a checkpoint; by default, the normalised last row of a decoder or first row of an encoder.
 
     Args:
-        checkpoint: the model's files; of sentence-transformers, `modules.json`, `1_Pooling/config.json` and
-            `config_sentence_transformers.json`.
+        checkpoint: the model's files, with `modules.json`, `1_Pooling/config.json` and
+            `config_sentence_transformers.json` of sentence-transformers.
         model: the model.
-        tokenizer: None where there is none.
+        tokenizer: the model's tokenizer, or None.
         classifier: texts of the tokens for "no" and "yes" of a reranker, with a comma between them.
 
     Raises:
@@ -153,7 +153,7 @@ def read_pooling(
 
 
 def read_max_length(checkpoint: Checkpoint) -> int | None:
-    """Return the longest text for which an embedding model was made, in tokens, None where it is not stated.
+    """Return the longest text of an embedding model, in tokens; None if it is not stated.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -177,7 +177,7 @@ def _stated_pooling(checkpoint: Checkpoint, model: ModelSpec | EncoderSpec) -> P
     modules = _read(checkpoint.folder / MODULES_FILE, list)
     if modules is None:
         return plain
-    # The kind of a module is the last part of its class's name.
+    # The kind of a module is the last part of its class name.
     kinds = {str(each.get("type")).rsplit(".", 1)[-1]: each for each in modules if isinstance(each, dict)}
     stated = _with_prompts(checkpoint, plain._replace(normalize="Normalize" in kinds))
     others = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
@@ -194,7 +194,7 @@ def _stated_pooling(checkpoint: Checkpoint, model: ModelSpec | EncoderSpec) -> P
 
 
 def _with_kind(stated: PoolingConfig, name: str, is_encoder: bool) -> PoolingConfig:
-    """Add the kind of pooling, by its name in a checkpoint, or the reason why it is refused."""
+    """Add the kind of pooling from its name in a checkpoint, or the reason for its refusal."""
     kind = POOLINGS.get(name)
     if kind is not None and (is_encoder or kind != "cls"):
         return stated._replace(kind=kind)
@@ -203,7 +203,7 @@ def _with_kind(stated: PoolingConfig, name: str, is_encoder: bool) -> PoolingCon
 
 
 def _with_prompts(checkpoint: Checkpoint, stated: PoolingConfig) -> PoolingConfig:
-    """Add the prompts, and the function of two embeddings, that `config_sentence_transformers.json` states."""
+    """Add the prompts and the similarity function of `config_sentence_transformers.json`."""
     path = checkpoint.folder / PROMPTS_FILE
     config: dict[str, Any] = _read(path, dict) or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
@@ -218,7 +218,7 @@ def _with_prompts(checkpoint: Checkpoint, stated: PoolingConfig) -> PoolingConfi
 
 
 def _pooling_kind(folder: Path, path: object) -> tuple[str, bool]:
-    """Return the name of the pooling, several names joined, and whether prompts are pooled too."""
+    """Return the name of the pooling, or several names joined by "+", and whether prompts are pooled too."""
     if not isinstance(path, str) or not path.replace("_", "").isalnum():
         raise CheckpointError(f"{folder / MODULES_FILE} must name a folder for its pooling, got {shown(path)}")
     config: dict[str, Any] | None = _read(folder / path / "config.json", dict)
@@ -233,7 +233,7 @@ def _pooling_kind(folder: Path, path: object) -> tuple[str, bool]:
 
 
 def _read(path: Path, kind: type) -> Any:
-    """Return the content of a JSON file, None where there is none."""
+    """Return the content of a JSON file; None if it does not exist."""
     try:
         value = read_json(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by the family's names, whether they are stored plain or quantised."""
+"""The tensors of a checkpoint by the family's names, stored plain or quantised."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ WEIGHT: Final = ".weight"
 
 
 class TensorReader:
-    """Reads the tensors of a checkpoint; files are mapped when the first of their tensors is wanted.
+    """Reads the tensors of a checkpoint; a file is mapped with the first of its tensors.
 
     Args:
         checkpoint: the model's files.
 
     Raises:
-        UnsupportedModel: the checkpoint is quantised by a method that is not served.
+        UnsupportedModel: the checkpoint's quantisation method is not supported.
         CheckpointError: a field of its quantization_config is missing or wrong.
     """
 
@@ -41,7 +41,7 @@ class TensorReader:
         """Return the names of the stored tensors that make up a tensor of the family.
 
         Raises:
-            UnsupportedModel: a layer is stored in a scheme that is not served.
+            UnsupportedModel: a layer has a quantisation scheme that is not supported.
             CheckpointError: the configuration contradicts the tensors.
         """
         layer = name.removesuffix(WEIGHT)
@@ -51,14 +51,14 @@ class TensorReader:
         return (name,) if suffixes is None else tuple(f"{layer}{suffix}" for suffix in suffixes)
 
     def shape(self, name: str, wanted_by: str) -> tuple[int, ...]:
-        """Return the shape of a tensor of the family, which is checked as far as headers tell.
+        """Return the shape of a tensor of the family, after the checks that headers allow.
 
         Args:
             name: name of the tensor.
             wanted_by: the parameter that it is for, for messages.
 
         Raises:
-            CheckpointError: the tensor is missing, or of a dtype that is not read.
+            CheckpointError: the tensor is missing, or its dtype is not supported.
         """
         if self.parts_of(name) != (name,):
             return self._layer(name).weight.shape
@@ -73,7 +73,7 @@ class TensorReader:
         return stored.shape
 
     def read(self, name: str) -> Tensor | LayerWeight:
-        """Return a tensor as it lies in its file, which can change or vanish: copy what is to be kept."""
+        """Return a tensor as a view of the mapped file; copy it if it must outlive the mapping."""
         if self.parts_of(name) != (name,):
             return self._layer(name)
         stored = self._checkpoint.tensors[name]
@@ -83,14 +83,14 @@ class TensorReader:
         return LayerWeight(values) if isinstance(values, QuantizedWeight) else values
 
     def let_go(self, names: Iterable[str]) -> None:
-        """Have the pages of tensors leave this process."""
+        """Release the pages of tensors from this process."""
         for name in names:
             for part in self.parts_of(name):
                 stored = self._checkpoint.tensors[part]
                 self._file(stored).let_go(stored)
 
     def _is_float8(self, name: str) -> bool:
-        """True for codes of stacked experts, whose names have no ending."""
+        """Return whether a tensor has float8 codes: of stacked experts, whose names have no suffix."""
         stored = self._checkpoint.tensors.get(name)
         return stored is not None and stored.dtype in FLOAT8
 
@@ -114,7 +114,7 @@ class TensorReader:
 def join_parts(
     parts: Sequence[Tensor | LayerWeight], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor | StoredWeight:
-    """Concatenate on dimension 0; what is stored quantised with its inputs in different orders is dequantised."""
+    """Concatenate on dimension 0; quantised parts are dequantised if their input orders differ."""
     orders = [part.input_order if isinstance(part, LayerWeight) else None for part in parts]
     is_stored = any(isinstance(part, LayerWeight) for part in parts)
     if is_stored and all(_is_same(orders[0], order) for order in orders):
