@@ -1,7 +1,7 @@
-"""Blocks of GGUF tensors as quantised weights: the form of each type, and the function that unpacks its blocks.
+"""Blocks of GGUF tensors as quantised weights: each type's form, and the function that unpacks its blocks.
 
-Functions take blocks as uint8 [N, B, bytes of a block], rows by blocks, and return new tensors only. Values are
-exactly those of the format: `QuantizedRows` keeps each scale and minimum as it is stored, or its negative.
+Functions take blocks as uint8 [N, B, bytes of a block], rows by blocks, and return new tensors only. Values are exact:
+`QuantizedRows` has each scale and minimum as it is stored, or its negative.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.models.gguf import tensor_types as types
 from quire.models.gguf.tensor_types import TensorType
 from quire.ops.interface.quantized_weight import QuantizedRows, StoredBlocks, WeightForm
 
-# Values of 4-bit codes of the IQ4 types, and twice those of MXFP4 (which are not all whole numbers).
+# Values of the 4-bit codes of the IQ4 types, and of MXFP4 times two (its own are not all integers).
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -41,11 +41,11 @@ class BlockType(NamedTuple):
     unpack_blocks: Callable[[Tensor], QuantizedRows]
 
     def unpack(self, raw: Tensor) -> QuantizedRows:
-        """Return rows unpacked, given their bytes, uint8 [N, bytes of a row]."""
+        """Unpack rows, uint8 [N, bytes of a row]."""
         return self.unpack_blocks(_rows(raw, self.type.block_bytes))
 
     def stored(self, raw: Tensor) -> StoredBlocks:
-        """Return rows, uint8 [N, bytes of a row], as blocks that a backend may unpack itself."""
+        """Return rows, uint8 [N, bytes of a row], as blocks that a backend may unpack by itself."""
         return StoredBlocks(self.type.id, raw, self.type.block_bytes, self.factors)
 
 
@@ -57,7 +57,7 @@ def _bits_of_bytes() -> Tensor:
 
 
 def _parts(blocks: Tensor, *sizes: int) -> list[Tensor]:
-    """Return copies of the parts of each block, given their sizes."""
+    """Split each block into parts of some sizes, and copy them."""
     starts = accumulate(sizes, initial=0)
     return [blocks.narrow_copy(-1, start, size) for start, size in zip(starts, sizes, strict=False)]
 
@@ -68,18 +68,18 @@ def _rows(values: Tensor, width: int) -> Tensor:
 
 
 def _split(packed: Tensor, bits: int) -> Tensor:
-    """Split bytes into fields of some bits: [..., P] to [..., 8 / bits * P], first the lowest fields of all bytes."""
+    """Split bytes into fields of `bits` bits: [..., P] to [..., 8 / bits * P], the lowest fields of all bytes first."""
     mask = (1 << bits) - 1
     return torch.cat([(packed >> shift).bitwise_and_(mask) for shift in range(0, 8, bits)], -1)
 
 
 def _joined(low: Tensor, high: Tensor, shift: int) -> Tensor:
-    """Return codes [N, K] from their low bits and their high bits, both [N, B, ...] and both changed."""
+    """Return codes [N, K] from low bits and high bits, both [N, B, ...]; both tensors are changed."""
     return low.flatten(1).bitwise_or_(high.flatten(1).bitwise_left_shift_(shift))
 
 
 def _float16(part: Tensor) -> Tensor:
-    """Return a part of two bytes of each block as float16 [N, B]."""
+    """Return a two-byte part of each block as float16 [N, B]."""
     return part.view(torch.float16).squeeze(-1)
 
 
@@ -105,7 +105,7 @@ def _q5_1(blocks: Tensor) -> QuantizedRows:
 
 def _bits(packed: Tensor) -> Tensor:
     """Return the bits of bytes, the lowest bit of the first byte first: [..., P] to [..., P * 8]."""
-    # A table of 8 bytes, each looked up as one number.
+    # Rows of the table are 8 bytes, and are looked up as one int64.
     table = _bits_of_bytes().view(torch.int64).squeeze(-1)
     return (
         table.index_select(0, packed.flatten().int()).view(torch.uint8).view(*packed.shape[:-1], 8 * packed.shape[-1])
@@ -132,7 +132,7 @@ def _q2_k(blocks: Tensor) -> QuantizedRows:
 def _q3_k(blocks: Tensor) -> QuantizedRows:
     high, low, low_scales, high_scales, super_scales = _parts(blocks, 32, 64, 8, 4, 2)
     codes = _joined(_split(_rows(low, 32), 2), _split(high, 1), 2)
-    # A code of 3 bits has the offset 4; codes of 4 bits have the offset 8.
+    # 3-bit codes have the offset 4, but the form's 4-bit codes have the offset 8.
     codes += 4
     scales = _joined(_split(low_scales, 4), _split(high_scales, 2), 4)
     return QuantizedRows(codes, _signed(scales, 32), super_scales=_float16(super_scales))
@@ -151,8 +151,8 @@ def _q5_k(blocks: Tensor) -> QuantizedRows:
 
 def _with_mins(codes: Tensor, factors: Tensor, super_scales: Tensor, super_mins: Tensor) -> QuantizedRows:
     """Return rows of Q4_K and Q5_K: 12 bytes of a block have 8 scales and 8 minima of 6 bits."""
-    # The low 6 bits of 8 bytes are 4 scales and 4 minima, their high 2 bits those of the other scales and minima, whose
-    # low 4 bits are in the last 4 bytes.
+    # The low 6 bits of the first 8 bytes are 4 scales and 4 minima. Their high 2 bits are the high bits of the other
+    # scales and minima, which have their low 4 bits in the last 4 bytes.
     first, last = factors[..., :8], factors[..., 8:]
     others = _split(last, 4) | first >> 6 << 4
     scales, mins = torch.cat([_rows(first & 63, 4), _rows(others, 4)], -1).unbind(-2)
@@ -181,13 +181,13 @@ def _iq4_xs(blocks: Tensor) -> QuantizedRows:
 def _mxfp4(blocks: Tensor) -> QuantizedRows:
     exponents, codes = _parts(blocks, 1, 16)
     exponents = exponents.squeeze(-1).short()
-    # Half of 2^(e - 127), since levels are doubled; below e = 2 that is a subnormal number.
+    # Half of 2^(e - 127), since levels are doubled; subnormal for e < 2.
     scales = torch.where(exponents < 2, 0x20 << exponents, (exponents - 1) << 7)
     return QuantizedRows(_split(codes, 4).flatten(1), scales.view(torch.bfloat16))
 
 
 def _signed(codes: Tensor, offset: int) -> Tensor:
-    """Return codes less an offset as int8; the codes are changed."""
+    """Subtract an offset from codes in place, and return them as int8."""
     return codes.sub_(offset).view(torch.int8)
 
 

@@ -1,7 +1,7 @@
-"""The header of a GGUF file, read within limits: its fields, and what it says of tensors.
+"""The header of a GGUF file, read within limits: its fields, and its descriptions of tensors.
 
-The file is not trusted. Each count and each length is compared with the bytes that are left before anything of that
-size is read or made, and the whole header has limits of bytes, values and tensors.
+The file is not trusted: each count and length is compared with the number of remaining bytes before data are read or
+memory is allocated, and the whole header has limits of bytes, values and tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ VERSIONS: Final = (2, 3)
 # The vocabulary of Gemma 4 (262,144 tokens and 514,906 merges) takes 16 MB. UTF-8 takes at most four times its bytes in
 # memory as a `str`, so the strings of a header take at most 128 MiB.
 MAX_HEADER_BYTES: Final = 32 << 20
-# Values of all arrays, each of which may take 72 bytes in memory. The vocabulary above has 1.3 million.
+# Number of values in all arrays; a value may take 72 bytes in memory. The vocabulary above has 1.3 million.
 MAX_VALUES: Final = 1 << 21
 MAX_FIELDS: Final = 1 << 15
 MAX_TENSORS: Final = 1 << 15
 MAX_NAME_BYTES: Final = 1 << 16
-# Much more than the longest chat template. Decoding a string needs several times its bytes for a moment.
+# Much longer than the longest chat template. Decoding a string temporarily needs several times its bytes.
 MAX_STRING_BYTES: Final = 4 << 20
 MAX_DIMS: Final = 4
 # Bytes of the shortest field and of the shortest description of a tensor.
@@ -37,7 +37,7 @@ CHUNK_BYTES: Final = 1 << 20
 
 U32: Final = struct.Struct("<I")
 U64: Final = struct.Struct("<Q")
-# The types of values by number, as `struct` names them. Truth values are bytes, and checked.
+# The types of values by number, in the codes of `struct`. Booleans are bytes, which are checked.
 NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 BOOL: Final = 7
 STRING: Final = 8
@@ -84,7 +84,7 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> Header:
         max_bytes: maximum number of bytes of the header.
 
     Raises:
-        CheckpointError: it is no GGUF file of a version that is read, or is damaged; the message names the field.
+        CheckpointError: it is not a GGUF file of a supported version, or is damaged; the message names the field.
     """
     try:
         with open_file(path) as stream:
@@ -97,7 +97,7 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> Header:
 
 
 class _HeaderReader:
-    """The part of a header that is read, and the position in it."""
+    """The bytes of a header that were read, and the position in them."""
 
     def __init__(self, path: Path, stream: BinaryIO, max_bytes: int) -> None:
         self._path = path
@@ -127,7 +127,7 @@ class _HeaderReader:
         return Header(fields, tuple(infos.values()), self._position, self._file_bytes)
 
     def _start(self) -> tuple[int, int]:
-        """Return the numbers of tensors and fields, after checks of what comes before them."""
+        """Check the magic number and the version, and return the numbers of tensors and fields."""
         start = bytes(self._read[self._take(len(MAGIC), "the magic number") : self._position])
         if start != MAGIC:
             raise self._error(f"it begins with {start!r}, and a GGUF file begins with {MAGIC!r}")
@@ -143,7 +143,7 @@ class _HeaderReader:
         return num_tensors, num_fields
 
     def _check_count(self, things: str, count: int, most: int, item_bytes: int) -> None:
-        """Refuse a number of things that is above its limit, or for which too few bytes are left."""
+        """Refuse a count above its limit, or with too few remaining bytes."""
         left = self._limit - self._position
         if count > most or count * item_bytes > left:
             allowed = min(most, left // item_bytes)
@@ -166,7 +166,7 @@ class _HeaderReader:
     def _value(self, name: str, subject: str) -> Any:
         kind = self._u32(subject)
         if kind == STRING:
-            # A description in another encoding is not needed; a token or a template would be another one.
+            # A description may be decoded with errors; a changed token or template would change the model's results.
             errors = "strict" if name.startswith("tokenizer.") else "replace"
             return self._string(subject, MAX_STRING_BYTES, errors)
         if kind == ARRAY:
@@ -198,7 +198,7 @@ class _HeaderReader:
         return list(map(bool, values))
 
     def _strings(self, subject: str, count: int) -> list[str]:
-        """Return the strings of an array: a loop of its own, since vocabularies have hundreds of thousands."""
+        """Return the strings of an array, in a loop without calls, since vocabularies have hundreds of thousands."""
         self._check_count(f"strings in {subject}", count, MAX_VALUES, U64.size)
         strings: list[str] = []
         read, unpack, position, loaded = self._read, U64.unpack_from, self._position, len(self._read)
@@ -208,7 +208,7 @@ class _HeaderReader:
                 if start > loaded:
                     loaded = self._load(start, subject)
                 position = start + unpack(read, position)[0]
-                # Any string above the limit, which is more than a chunk, is not read yet.
+                # A string longer than the limit, which is longer than a chunk, cannot be read yet.
                 if position > loaded:
                     self._check_length(f"string {len(strings):,} of {subject}", position - start, MAX_STRING_BYTES)
                     loaded = self._load(position, subject)
@@ -234,7 +234,7 @@ class _HeaderReader:
         return int(U64.unpack_from(self._read, self._take(8, subject))[0])
 
     def _take(self, num_bytes: int, subject: str) -> int:
-        """Return the position of the next bytes, which are read, and advance by them."""
+        """Read the next bytes, advance by them, and return their position."""
         start = self._position
         if start + num_bytes > len(self._read):
             self._load(start + num_bytes, subject)
@@ -242,7 +242,7 @@ class _HeaderReader:
         return start
 
     def _load(self, end: int, subject: str) -> int:
-        """Read at least up to an offset, and return the number of bytes that are read by then."""
+        """Read at least up to an offset, and return the number of bytes that were read."""
         if end <= self._limit:
             while len(self._read) < end:
                 missing = min(max(end - len(self._read), CHUNK_BYTES), self._limit - len(self._read))
@@ -257,7 +257,7 @@ class _HeaderReader:
 
     @contextmanager
     def _utf8(self, subject: str, strings: list[str] | None = None) -> Iterator[None]:
-        """Name what cannot be decoded: a string, or the next one of an array."""
+        """Turn a decoding error into an error that names the string, or the next string of an array."""
         try:
             yield
         except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""From a GGUF file to the parts of a checkpoint: its configuration, and tensors by the family's names."""
+"""A GGUF file as the parts of a checkpoint: configuration, and tensors by the family's names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight
 
 
 class GGUFModel(NamedTuple):
-    """A model of a GGUF file.
+    """The model of a GGUF file.
 
     Args:
         config: content of a `config.json`.
-        tensors: tensors by the family's names; the parts of one that the file divides have names of their own.
-        divided: names of the parts of each tensor that the file divides, to be joined on dimension 0.
+        tensors: tensors by the family's names; if the file divides a tensor, its parts by their own names.
+        divided: names of the parts of each divided tensor, to be joined on dimension 0.
         fields: metadata by key.
     """
 
@@ -69,7 +69,7 @@ _PLAIN = tuple(TENSOR_TYPES[type_id].name for type_id in PLAIN_DTYPES)
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Return the dtype that most of the plain matrices have; a file of quantised ones is computed in bfloat16."""
+    """Return the dtype of most bytes of matrices; bfloat16 if these are quantised."""
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1:
@@ -80,7 +80,7 @@ def _dtype(file: GGUFFile) -> str:
 
 
 def stored_tensor(tensor: GGUFTensor, source: TensorSource) -> StoredTensor:
-    """Return a tensor of the family: where it lies, and how its bytes are read."""
+    """Return a tensor of the family: its place in the file, and the function that decodes its bytes."""
     offset, num_bytes, shape = tensor.offset, tensor.num_bytes, tensor.shape
     if source.rows is not None:
         row_bytes = num_bytes // shape[0]
@@ -94,10 +94,10 @@ def stored_tensor(tensor: GGUFTensor, source: TensorSource) -> StoredTensor:
 
 
 def _decode(type_id: int, shape: tuple[int, ...], source: TensorSource, data: Tensor) -> Tensor | QuantizedWeight:
-    """Return the values of a tensor in the order of the family, given its bytes.
+    """Return the values of a tensor in the order of the family, from its bytes.
 
-    Columns of quantised weights lie in groups that share a scale: where columns have another order, the weight is
-    dequantised. So is what no linear layer takes.
+    A quantised weight is dequantised if its columns have another order, because groups of columns share a scale, and if
+    it has a transform or another shape in the family, because it is not the weight of a linear layer then.
     """
     dtype = PLAIN_DTYPES.get(type_id)
     values: Tensor | None = None

@@ -1,4 +1,4 @@
-"""GGUF files, one or several parts of one: fields, and where which tensor lies."""
+"""GGUF files, whole or split into several: their fields, and the places of their tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PART_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.D
 
 
 class GGUFTensor(NamedTuple):
-    """The place and the type of a tensor; its bytes are inside its file and belong to no other tensor.
+    """The place and the type of a tensor; its bytes are inside its file and overlap with no other tensor.
 
     Args:
         name: name of the tensor.
@@ -41,11 +41,11 @@ class GGUFTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A GGUF file whose header was read and checked; of a split file all parts.
+    """A GGUF file whose header was read and checked, or all parts of a split file.
 
     Args:
-        path: the file; of a split file the first part.
-        fields: values by name, as numbers, truth values, strings, and lists of those; of a split file the first part's.
+        path: the file, or the first part of a split file.
+        fields: values by name: numbers, booleans, strings, and lists of them; of a split file, from the first part.
         tensors: tensors by name.
     """
 
@@ -55,7 +55,7 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Read the header of a file, and those of the other parts where it is the first part of a split file."""
+        """Read the header of a file, or the headers of all parts for the first part of a split file."""
         header = read_header(path)
         tensors = {tensor.name: tensor for tensor in _placed(path, header)}
         left = MAX_HEADER_BYTES - header.num_bytes
@@ -79,7 +79,7 @@ class GGUFFile:
 
 
 def _parts(path: Path, fields: Mapping[str, Any]) -> list[Path]:
-    """Return the files that belong to a file, which comes first."""
+    """Return the parts of a split file, or the file; `path` comes first."""
     count, name = _count(path, fields, "split.count") or 1, _PART_NAME.fullmatch(path.name)
     if count == 1 and (name is None or int(name[3]) == 1):
         return [path]
@@ -98,7 +98,7 @@ def _parts(path: Path, fields: Mapping[str, Any]) -> list[Path]:
 
 
 def _count(path: Path, fields: Mapping[str, Any], key: str) -> int | None:
-    """Return a field that must be a whole number, None where there is none."""
+    """Return a field that must be an integer below 2^31; None if it is missing."""
     value = fields.get(key)
     if value is None or (type(value) is int and 0 <= value < 1 << 31):
         return value
@@ -112,7 +112,7 @@ def _check_total(path: Path, fields: Mapping[str, Any], num_tensors: int) -> Non
 
 
 def _placed(path: Path, header: Header) -> list[GGUFTensor]:
-    """Return the tensors of one file after checks of their types, their sizes and their places."""
+    """Check the types, sizes and places of a file's tensors, and return them."""
     alignment = header.fields.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment < 1 << 31 or alignment & (alignment - 1):
         raise CheckpointError(f"{path}: general.alignment is {shown(alignment)}; a power of two is needed")
@@ -133,7 +133,7 @@ def _placed(path: Path, header: Header) -> list[GGUFTensor]:
 
 
 def _place(path: Path, info: TensorInfo, start: int, alignment: int) -> GGUFTensor:
-    """Return the place of a tensor, given where the data of its file begin."""
+    """Return the place of a tensor; `start` is the offset of the file's data."""
     subject = f"{path}: tensor {shown(info.name)}"
     block = _type_of(subject, info.type_id)
     row = info.sizes[0] if info.sizes else 1

@@ -25,7 +25,7 @@ from quire.models.gguf.architectures.sources import Architecture, AxisSwap, Conf
 
 __all__ = ["ARCHITECTURES", "AxisSwap", "TensorSource", "read_architecture"]
 
-# The value of `general.architecture` -> how such a file is read.
+# Value of `general.architecture` -> reader of such files.
 ARCHITECTURES: Final[dict[str, Architecture]] = {
     **LLAMA_LAYOUT,
     **LLAMA4,
@@ -36,7 +36,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     **PHI3,
     **GPT_OSS,
 }
-# Kinds of files that hold no language model, and what they hold; none states an architecture that is read.
+# Kinds of files without a language model, and their contents, in words.
 OTHER_KINDS: Final = {
     "mmproj": "the part of a model that sees images or hears",
     "adapter": "an adapter (LoRA)",
@@ -53,12 +53,12 @@ def read_architecture(
     Args:
         fields: metadata by key.
         shapes: shapes of tensors by name, rows first.
-        floats: function that reads the values of a small tensor, given its name; None refuses files that keep a part of
-            their configuration in a tensor (the rotations of Llama 3 and Gemma 4).
+        floats: function that reads the values of a small tensor by its name; None refuses files with a part of their
+            configuration in a tensor (the rotations of Llama 3 and Gemma 4).
 
     Returns:
-        The content of a `config.json`, and for each name in the family's weight map the tensors of the file to join
-        on dimension 0.
+        The content of a `config.json`, and for each name in the family's weight map the tensors of the file that are
+        joined on dimension 0.
 
     Raises:
         UnsupportedModel: the architecture, or an option of it, is not implemented.
@@ -80,7 +80,7 @@ def read_architecture(
 def _name(fields: Mapping[str, Any]) -> str:
     """Return the architecture of a file with a language model."""
     kind, name = fields.get("general.type", "model"), fields.get("general.architecture")
-    if name == "clip":  # older projections of images have no other kind
+    if name == "clip":  # older vision encoders have no other mark
         kind = "mmproj"
     if kind != "model":
         held = OTHER_KINDS.get(kind, "no whole model") if isinstance(kind, str) else "no whole model"

@@ -58,8 +58,8 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "rope.scaling.yarn_log_multiplier": (0,),
     "use_parallel_residual": (False,),
 }
-# A file holds the result of Llama 3's scaling and not its parameters. These are the known ones: pairs of low and high
-# frequency factors, and the original context.
+# A file has the results of Llama 3's scaling and not its parameters. These are the known parameters: pairs of low and
+# high frequency factors, and the original context.
 LLAMA3_FACTORS: Final = ((1.0, 4.0), (1.0, 1.0))
 LLAMA3_CONTEXT: Final = 8192
 
@@ -67,7 +67,7 @@ LLAMA3_CONTEXT: Final = 8192
 def read_common(
     metadata: Metadata, shapes: Shapes, family: str, floats: Floats | None, *, reads: Collection[str] = ()
 ) -> Config:
-    """Read the fields that all families have, and refuse values that would change the computation."""
+    """Read the fields of all families, and refuse values that would change the computation."""
     for name, allowed in NEUTRAL.items():
         if name not in reads:
             metadata.require(name, *allowed)
@@ -114,26 +114,26 @@ def whole_layers(metadata: Metadata, head_dim: int) -> Config:
 
 
 def turned_fraction(metadata: Metadata, head_dim: int) -> float:
-    """Return the rotated fraction of a head, rounded so that its product with the head is not too small."""
+    """Return the rotated fraction of a head, rounded up if truncation of its product with `head_dim` needs it."""
     num_turned = metadata.integer("rope.dimension_count", most=head_dim)
     fraction = num_turned / head_dim
     return fraction if int(head_dim * fraction) == num_turned else math.nextafter(fraction, 1.0)
 
 
 def expert_names(module: str, parts: tuple[str, str, str] = PARTS) -> dict[str, str]:
-    """Return the names of experts, each by itself or all of a layer in one tensor, with gates and ups in one."""
+    """Return the names of experts: one by one, or all experts of a layer in one tensor, with gates and ups joined."""
     gate, up, down = parts
     return {
         f"{module}.{gate}": "ffn_gate_exps",
         f"{module}.{up}": "ffn_up_exps",
         f"{module}.{down}.weight": "ffn_down_exps.weight",
-        f"{module}.{down}": "ffn_down_exps.weight",  # of all experts
+        f"{module}.{down}": "ffn_down_exps.weight",  # all experts of a layer
         f"{module}.gate_up_proj": "ffn_gate_up_exps.weight",
     }
 
 
 def read_experts(metadata: Metadata, shapes: Shapes) -> Config:
-    """Read the number of experts, their width, and whether each is by itself where the family has them in one."""
+    """Read the number of experts, their width, and whether they are linear layers (`LINEAR_EXPERTS`)."""
     return {
         "num_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": metadata.integer("expert_used_count"),
@@ -151,12 +151,12 @@ def matrix_shape(shapes: Shapes, name: str) -> tuple[int, int]:
 
 
 def has_tensor(shapes: Shapes, ending: str) -> bool:
-    """Return whether a layer has a tensor of this name."""
+    """Return whether any layer has a tensor with this ending of its name."""
     return any(name.startswith("blk.") and name.endswith(f".{ending}") for name in shapes)
 
 
 def layers_with(shapes: Shapes, num_layers: int, tensor: str) -> tuple[bool, ...]:
-    """Return for each layer whether it has a tensor."""
+    """Return whether each layer has a tensor."""
     return tuple(f"blk.{idx}.{tensor}" in shapes for idx in range(num_layers))
 
 
@@ -201,7 +201,7 @@ def read_rope(metadata: Metadata, reads: Collection[str] = ()) -> Config:
 
 
 def _read_llama3(metadata: Metadata, shapes: Shapes, head_dim: int, floats: Floats | None) -> Config:
-    """Find the scaling of Llama 3 that gives the file's factors of wavelengths; empty where the file has none."""
+    """Return the scaling of Llama 3 that results in the file's factors of wavelengths; empty if the file has none."""
     if FREQUENCY_FACTORS not in shapes:
         return {}
     factors = read_floats(shapes, floats, FREQUENCY_FACTORS, head_dim // 2)

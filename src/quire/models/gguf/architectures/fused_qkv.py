@@ -1,7 +1,7 @@
 """Query, key and value projections that a file has in one tensor, their rows one after the other.
 
-llama.cpp's converter writes them so with `--fuse-qkv`. Each of the three is then a range of rows, before the order of
-rows is undone.
+llama.cpp's converter writes them with `--fuse-qkv`. Each of the three is a range of rows, and is reordered after it is
+cut out.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from quire.errors import CheckpointError, shown
 from quire.models.gguf.architectures.sources import RowRange, Shapes
 from quire.models.specs.spec import Attention, LayerSpec, ModelSpec
 
-# Layers of linear attention have a tensor of this name too, and another output.
+# Layers of linear attention have a tensor of this name too, but no `attn_output`.
 _FUSED: Final = re.compile(r"blk\.(\d+)\.attn_qkv\.(weight|bias)")
 PARTS: Final = ("attn_q", "attn_k", "attn_v")
 
 
 def with_parts(shapes: Shapes) -> Shapes:
-    """Return the shapes with the names of the parts of fused tensors, whose own shapes are not known yet."""
+    """Return the shapes, with the parts of fused tensors under the shapes of these: their own are not known yet."""
     return {**{part: shapes[name] for name in _fused(shapes) for part in _parts_of(name)}, **shapes}
 
 
 def find_ranges(shapes: Shapes, spec: ModelSpec) -> dict[str, RowRange]:
-    """Return the rows of each part of fused tensors, by the part's name."""
+    """Return the range of rows of each part of the fused tensors, by the part's name."""
     ranges: dict[str, RowRange] = {}
     layers = [*spec.layers, *([] if spec.mtp is None else [spec.mtp])]
     for name, idx in _fused(shapes).items():
@@ -47,7 +47,7 @@ def find_ranges(shapes: Shapes, spec: ModelSpec) -> dict[str, RowRange]:
 
 
 def _fused(shapes: Shapes) -> dict[str, int]:
-    """Return the fused tensors of layers of attention, with the number of their layer."""
+    """Return the fused tensors of attention layers, with the numbers of the layers."""
     matches = [match for name, shape in shapes.items() if shape and (match := _FUSED.fullmatch(name))]
     return {match[0]: int(match[1]) for match in matches if f"blk.{match[1]}.attn_output.weight" in shapes}
 

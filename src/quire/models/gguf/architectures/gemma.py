@@ -62,12 +62,11 @@ NORMS: Final = (
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
 )
-# The layers of the one Gemma 2, and of the one Gemma 3, whose scores are scaled by the width of a hidden state over the
-# heads.
+# Number of layers of the 27B models, which scale scores by the hidden size per head instead of the head dim.
 NUM_LAYERS_27B: Final = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
-# Gemma 2's soft caps, as they are named in a config.json too.
+# Gemma 2's soft caps, which have the same names in a config.json.
 CAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
-# Factor of wavelengths from which on a pair of a head does not turn.
+# Smallest factor of wavelengths of pairs that are not rotated.
 UNTURNED: Final = 1e20
 
 
@@ -86,7 +85,7 @@ def _read_gemma2(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> C
 
 
 def _query_scalar(config: Config) -> int:
-    """Return the number whose root scores are divided by."""
+    """Return the number by whose square root scores are divided."""
     is_27b = config["num_hidden_layers"] == NUM_LAYERS_27B[config["architectures"][0]]
     scalar: int = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
     return scalar
@@ -175,7 +174,7 @@ def _mlp_widths(metadata: Metadata, config: Config) -> Config:
 
 
 def _turned_fraction(shapes: Shapes, head_dim: int, floats: Floats | None) -> float:
-    """Return the fraction of a head's pairs that turn: the first ones, whose factors are 1."""
+    """Return the fraction of a head's pairs that are rotated: the first ones, whose factors are 1."""
     factors = read_floats(shapes, floats, FREQUENCY_FACTORS, head_dim // 2)
     num_turned = sum(factor == 1.0 for factor in factors)
     ends = factors[num_turned:]

@@ -18,7 +18,7 @@ LAYER: Final = {
     **expert_names("mlp.experts"),
     "mlp.experts.down_proj.bias": "ffn_down_exps.bias",
 }
-# The weighting of experts that files may name: the softmax over the chosen logits.
+# Number of the scores of experts that files may name: the softmax over the chosen logits.
 SOFTMAX_OF_CHOSEN: Final = 3
 
 
@@ -41,7 +41,7 @@ def _read(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
             "attention_bias": has_tensor(shapes, "attn_q.bias"),
             "layer_types": [WINDOWED if has_window else FULL for has_window in metadata.window_pattern(2)],
             "sliding_window": metadata.integer("attention.sliding_window"),
-            # Not in files: the ramp of YaRN ends between two frequencies.
+            # Files lack this: the ends of YaRN's ramp are not rounded.
             "rope_parameters": config["rope_parameters"] | {"truncate": False},
         }
     )

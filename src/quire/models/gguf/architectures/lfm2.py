@@ -1,4 +1,4 @@
-"""LFM2, without experts and with them: the layers without KV heads are short convolutions."""
+"""LFM2, without and with experts: the layers without KV heads are short convolutions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPERTS: Final = {
     "feed_forward.expert_bias": "exp_probs_b.bias",
     **expert_names("feed_forward.experts", ("w1", "w3", "w2")),
 }
-# The number of sigmoids among the functions of scores.
+# Number of the sigmoid among the functions of scores.
 SIGMOID: Final = 2
 
 
@@ -57,7 +57,7 @@ def _read_moe(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Conf
 
 
 def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
-    """Read what both kinds have."""
+    """Read the fields of models without and with experts."""
     metadata.require("rope.dimension_count", config["head_dim"])
     kv_heads = metadata.integers("attention.head_count_kv")
     if len({*kv_heads} - {0}) != 1:
@@ -76,7 +76,7 @@ def _changes(_config: Config) -> Mapping[str, Change]:
     return {"conv.conv.weight": Change(layout="unsqueeze_1")}
 
 
-# The final norm has the name of a norm of embeddings.
+# The final norm has the name of an embedding norm.
 LFM2_ENDS: Final = ENDS | {"model.embedding_norm.weight": "token_embd_norm.weight"}
 LFM2: Final = {
     "lfm2": Architecture(_read, LAYER, LFM2_ENDS, _changes),

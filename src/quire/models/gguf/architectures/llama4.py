@@ -1,4 +1,4 @@
-"""Llama 4 (text): its chunks, temperatures and layers without rotation are those of the published models."""
+"""Llama 4 (text), with the chunks, temperatures and layers without rotation of the published models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYER: Final = {
     "feed_forward.experts.up_proj": "ffn_up_exps",
     "feed_forward.experts.down_proj": "ffn_down_exps",
 }
-# The number of experts of the one published model without norms of queries and keys.
+# Number of experts of the only published model without norms of queries and keys.
 NUM_EXPERTS_MAVERICK: Final = 128
 # Parameters that files lack; these are the values of the published models.
 PUBLISHED: Final = {
@@ -60,5 +60,5 @@ def _read(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
     )
 
 
-# Queries and keys are as in the family: neighbours turn against each other in both.
+# Queries and keys have the family's order, since the family pairs neighbours too.
 LLAMA4: Final = {"llama4": Architecture(_read, LAYER, ENDS)}

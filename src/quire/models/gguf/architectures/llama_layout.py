@@ -26,7 +26,7 @@ QWEN3_MOE: Final = {"mlp.gate": "ffn_gate_inp", **expert_names("mlp.experts")}
 
 
 def _llama(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    """Read Llama, and those that share its architecture: Mistral, SmolLM, and with experts Mixtral."""
+    """Read Llama and models with its architecture: Mistral, SmolLM, and with experts Mixtral."""
     config = read_common(metadata, shapes, "LlamaForCausalLM", floats, reads=("expert_count",))
     config |= whole_layers(metadata, config["head_dim"])
     if metadata.integer("attention.sliding_window", 0, least=0):
@@ -61,7 +61,7 @@ def _qwen3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
 
 
 def _qwen3_moe(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    """Read Qwen3 with experts, in the layers that have a router."""
+    """Read Qwen3 with experts in the layers that have a router."""
     config = read_common(metadata, shapes, "Qwen3MoeForCausalLM", floats, reads=("expert_count",))
     metadata.require("rope.dimension_count", config["head_dim"])
     width = metadata.integer("expert_feed_forward_length")

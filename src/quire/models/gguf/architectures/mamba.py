@@ -1,4 +1,4 @@
-"""Architectures with Mamba 2: granitehybrid, its relatives without (granite, granitemoe), and falcon-h1."""
+"""Architectures with Mamba 2: granitehybrid and falcon-h1; and granite and granitemoe, which are Granite without it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GRANITE: Final[dict[str, str | tuple[str, ...]]] = {
     # Gate and up are one matrix in the family.
     "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
     "shared_mlp.output_linear": "ffn_down",
-    # Beside experts, it has other names; see `_granite_renamed`.
+    # In models with experts, it has other names; see `_granite_renamed`.
     "shared_expert.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
     "shared_expert.output_linear": "ffn_down_shexp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
@@ -55,7 +55,7 @@ FALCON_H1: Final = {
     **ATTENTION,
     **MAMBA,
     "input_layernorm": "attn_norm",
-    # This name has no ending.
+    # This name has no suffix.
     "pre_ff_layernorm.weight": "ffn_norm",
     "feed_forward.gate_proj": "ffn_gate",
     "feed_forward.up_proj": "ffn_up",
@@ -70,7 +70,7 @@ GRANITE_SCALES: Final = {
 
 
 def _read_granite(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    """Read Granite without recurrent layers, as Granite 4, which has the same layers."""
+    """Read Granite without recurrent layers as Granite 4, which has the same attention layers."""
     config = _read_granite_common(metadata, shapes, floats)
     metadata.same_integer("attention.head_count_kv")
     return config | {"layer_types": [FULL] * config["num_hidden_layers"]}
@@ -110,7 +110,7 @@ def _read_granite_common(metadata: Metadata, shapes: Shapes, floats: Floats | No
 
 
 def _read_granite_ffn(metadata: Metadata, shapes: Shapes) -> Config:
-    """Read the width of the gated MLP, or the experts and the width of the one that is shared."""
+    """Read the width of the gated MLP, or the experts and the width of the shared expert."""
     num_experts, width = metadata.integer("expert_count", 0, least=0), metadata.same_integer("feed_forward_length")
     if not num_experts:
         return {"num_local_experts": 0, "shared_intermediate_size": width}
@@ -129,7 +129,7 @@ def _granite_renamed(config: Config, name: str) -> str:
 
 
 def _read_falcon_h1(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    """Read Falcon-H1; its multipliers are part of the file's weights."""
+    """Read Falcon-H1, whose multipliers are folded into the file's weights."""
     config = read_common(metadata, shapes, "FalconH1ForCausalLM", floats)
     has_norm = has_tensor(shapes, "ssm_norm.weight")
     return (

@@ -1,4 +1,4 @@
-"""Typed reading of the metadata of a GGUF file: every field is checked, and messages name its key."""
+"""Typed reading of the metadata of a GGUF file: fields are checked, and messages name their keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Metadata:
         return f"{self._architecture}.{name}"
 
     def has(self, name: str) -> bool:
-        """Return whether there is a field."""
+        """Return whether a field exists."""
         return self.key(name) in self._fields
 
     def require(self, name: str, *allowed: object) -> None:
@@ -50,7 +50,7 @@ class Metadata:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Read one integer of at least 0 for each layer; a single number is that of all."""
+        """Read an integer of at least 0 for each layer; a single number applies to all layers."""
         value, count = self._get(name, None), self.num_blocks
         values = value if isinstance(value, list | tuple) else [value] * count
         if len(values) != count or not all(type(each) is int and 0 <= each <= MAX_INTEGER for each in values):
@@ -86,7 +86,7 @@ class Metadata:
         return value
 
     def window_pattern(self, default: int) -> tuple[bool, ...]:
-        """Read which layers have a window: a list, or the period of the layers without one."""
+        """Return whether each layer has a window, from a list or from the period of the layers without one."""
         name, count = "attention.sliding_window_pattern", self.num_blocks
         value = self._get(name, default)
         if type(value) is int and value > 0:
@@ -103,7 +103,7 @@ class Metadata:
         return value
 
     def wrong(self, name: str, value: object, allowed: str) -> CheckpointError:
-        """Return the error for a field of another value than is allowed."""
+        """Return the error for a field whose value is not allowed."""
         key = self.key(name)
         return CheckpointError(f"the field {key} must be {allowed}, got {shown(value)}", field=key)
 
@@ -117,7 +117,7 @@ class Metadata:
 def shortest(value: float) -> float:
     """Return the shortest decimal number with the same float32: the value of the configuration before conversion.
 
-    A value that is no float32 is returned as it is.
+    A value that is not a float32 is returned unchanged.
     """
     try:
         stored = struct.pack("<f", value)

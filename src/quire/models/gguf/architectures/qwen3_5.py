@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts: gated delta nets whose value heads lie in another order, and attention between."""
+"""Qwen3.5, dense and with experts: gated delta nets, whose value heads have another order, and attention."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYER: Final = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
 }
-# The head for multi-token prediction: a block behind the last layer, with what the layer lacks under names of its own.
+# The head for multi-token prediction: a block after the last layer, with its own names for parts that layers lack.
 MTP: Final = {
     "mtp.layers.0.": "",
     "mtp.fc.": "eh_proj.",
@@ -49,7 +49,7 @@ MTP: Final = {
 }
 MTP_LAYER: Final = {name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")}
 EXPERTS: Final = {"mlp.gate": "ffn_gate_inp", **expert_names("mlp.experts"), **SHARED_EXPERT}
-# Norms whose weights are stored plus one: all but those in delta nets.
+# Norms whose weights are stored plus one: all except the norms in delta nets.
 NORMS: Final = (
     "model.norm.weight",
     "input_layernorm.weight",
@@ -78,8 +78,8 @@ def _read_moe(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Conf
 
 
 def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
-    """Read what layers have besides their FFN."""
-    # The layers for multi-token prediction come last and are not part of the decoder. Some files count them only.
+    """Read the fields of layers, except their FFN."""
+    # The layers for multi-token prediction come last and are not part of the decoder. Some files only count them.
     num_blocks = metadata.num_blocks
     num_mtp_layers = metadata.integer("nextn_predict_layers", 0, least=0, most=num_blocks - 1)
     num_layers = num_blocks - num_mtp_layers
@@ -108,7 +108,7 @@ def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
 
 
 def _changes(config: Config) -> Mapping[str, Change]:
-    """Return the changes: the file tiles value heads over the key heads, the family groups them by key head."""
+    """Return the changes: a file tiles value heads over the key heads, the family groups them by key head."""
     num_key_heads, num_value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if num_value_heads % num_key_heads:
         raise CheckpointError(f"{num_value_heads} value heads are no multiple of {num_key_heads} key heads")
@@ -134,7 +134,7 @@ def _changes(config: Config) -> Mapping[str, Change]:
 
 
 def _renamed(config: Config, name: str) -> str:
-    """Return a name of the head for multi-token prediction as one in the layer behind the last."""
+    """Return a name of the head for multi-token prediction as a name in the block after the last layer."""
     prefix = next((prefix for prefix in MTP if name.startswith(prefix)), None)
     if prefix is None:
         return name

@@ -13,7 +13,7 @@ from quire.models.gguf.architectures.metadata import Metadata
 Config = dict[str, Any]
 # Name of a tensor in the file -> its shape, rows first.
 Shapes = Mapping[str, tuple[int, ...]]
-# Reads the values of a vector of the file, given its name.
+# Function that reads the values of a vector of the file by its name.
 Floats = Callable[[str], list[float]]
 Transform = Literal["minus_one", "log_negated"]
 
@@ -22,9 +22,9 @@ _EXPERT: Final = re.compile(r"(?<=\.experts\.)(\d+)\.")
 
 
 class AxisSwap(NamedTuple):
-    """An order of rows or columns: those from `start` on are stored as [blocks, first, second, width].
+    """An order of rows or columns: from `start` on, they are stored as [blocks, first, second, width].
 
-    The family has them as [blocks, second, first, width]; those before `start` stay in place.
+    The family has them as [blocks, second, first, width]; rows or columns before `start` stay in place.
     """
 
     start: int
@@ -54,7 +54,7 @@ class Change(NamedTuple):
 
     Args:
         row_order, column_order: order in which rows or columns are taken; None for the stored one.
-        transform: function of the values: one taken off, or the logarithm of the negated; None for the values.
+        transform: function of the values: minus one, or the logarithm of the negated values; None for none.
         layout: reshape to one dimension, or insertion of a dimension of size 1 at index 0 or 1; None for the stored
             shape.
     """
@@ -66,7 +66,7 @@ class Change(NamedTuple):
 
 
 class RowRange(NamedTuple):
-    """Rows of a tensor of a file, which are a tensor by themselves.
+    """Rows of a file's tensor that are a separate tensor in the family.
 
     Args:
         name: name of the tensor in the file.
@@ -80,15 +80,15 @@ class RowRange(NamedTuple):
 
 
 class TensorSource(NamedTuple):
-    """The tensor of a file that a tensor of the family is read from, in the order of these fields.
+    """The source of a family's tensor: a tensor of the file, and changes in the order of these fields.
 
     Args:
         name: name in the file.
         rows: range of rows that is read; None for all.
-        expert: index in a stack of experts; None where it is no stack.
+        expert: index in a stack of experts; None for other tensors.
         row_order: order in which the stored rows are taken; None for the stored one.
         column_order: order in which the stored columns are taken; None for the stored one.
-        transform: function of the values; only tensors that are never quantised have one.
+        transform: function of the values, for tensors that are never quantised.
         shape: shape in the family, of the same elements in the same order.
     """
 
@@ -115,11 +115,11 @@ class Architecture(NamedTuple):
     """An architecture of GGUF files.
 
     Args:
-        read_config: function that writes a configuration in the terms of Hugging Face.
-        layer: names of a layer's modules and tensors, the family's -> the file's; of several, the rows are joined.
+        read_config: function that returns a configuration in the format of Hugging Face.
+        layer: names of a layer's modules and tensors, the family's -> the file's; rows of several are joined.
         ends: names of tensors outside of layers, the family's -> the file's.
         changes: function from the configuration to the changes of tensors, by the family's names (in layers).
-        renamed: function from the configuration and a name in the family to the name that the tables have it under.
+        renamed: function from the configuration and a name in the family to its name in `layer` and `ends`.
     """
 
     read_config: Callable[[Metadata, Shapes, Floats | None], Config]
@@ -136,7 +136,7 @@ def find_sources(
     shapes: Shapes,
     ranges: Mapping[str, RowRange],
 ) -> tuple[TensorSource, ...]:
-    """Find the tensors of a file that make up a tensor of the family, joined on dimension 0."""
+    """Return the tensors of a file that are joined on dimension 0 to a tensor of the family."""
     match = _LAYER.fullmatch(name)
     if match is None:
         stored = architecture.ends.get(name, name)
@@ -165,7 +165,7 @@ def _source(
         if not 2 <= len(shape) <= 3 or expert >= shape[0]:
             raise wrong
         shape = shape[1:]
-    elif len(shape) == 3:  # all experts of a layer, as the rows of all
+    elif len(shape) == 3:  # all experts of a layer are read as [X * out, in]
         shape = (shape[0] * shape[1], shape[2])
     for order, dim in ((change.row_order, 0), (change.column_order, 1)):
         if order is not None and (len(shape) <= dim or shape[dim] != order.size):
