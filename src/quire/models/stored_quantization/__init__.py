@@ -1,8 +1,7 @@
 """Quantised weights of safetensors checkpoints, read into `quire.ops.interface.quantized_weight.QuantizedWeight`.
 
-A method is a file, and a row in `METHODS`. The stored tensors decide which layers are quantised, and the configuration
-how: lists of exceptions in a `quantization_config` are often incomplete, and a plain weight means the same under each
-method.
+A method is a file, and a row in `METHODS`. The stored tensors decide which layers are quantised, since lists of
+exceptions in a `quantization_config` are often incomplete; the configuration decides how.
 """
 
 from __future__ import annotations
@@ -32,6 +31,6 @@ METHODS: Mapping[str, Callable[[HFConfig, Mapping[str, StoredTensor]], StoredQua
 
 
 def read_quantization(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> StoredQuantization | None:
-    """Read how a checkpoint's weights are quantised; None where all are plain."""
+    """Return the reader of a checkpoint's quantised weights; None if its configuration names no method."""
     found = read_quantization_config(config)
     return None if found is None else METHODS[found.method](found.fields, stored)

@@ -28,12 +28,12 @@ from quire.models.tensors.layer_weight import LayerWeight
 from quire.models.tensors.stored_tensor import StoredTensor
 from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
 
-# The place in its word of each of eight outputs: the inverse of the interleaving.
+# Position in its word of each of eight outputs: the inverse of the interleaving.
 PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AWQ:
-    """The layers of a checkpoint in this method."""
+    """The quantised layers of an AWQ checkpoint."""
 
     def __init__(self, config: HFConfig, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored

@@ -1,4 +1,4 @@
-"""The method compressed-tensors, which llm-compressor writes: groups of layers, each in a scheme of its own.
+"""The method compressed-tensors, which llm-compressor writes: groups of layers, each with its own scheme.
 
 | format | stored tensors of a layer with N outputs and K inputs |
 |---|---|
@@ -8,10 +8,9 @@ asymmetric ones `weight_zero_point` int32 [N * bits / 32, groups]; old ones `wei
 | float-quantized | `weight` e4m3 [N, K], `weight_scale` [1], [N, 1], [N, groups] or of blocks of outputs and inputs |
 | mxfp4-pack-quantized | `weight_packed` uint8 [N, K / 2], `weight_scale` uint8 [N, K / 32]: exponents |
 
-Codes and zero points are packed as q + 2 ** (bits - 1). Schemes of activations are not followed, and their stored
-scales (`input_scale`) not read: kernels keep activations as they are for codes of e4m3, and round each row by its own
-largest magnitude for others, so that no value is clipped. `kv_cache_scheme` is not looked at: a cache of int8 has a
-scale for each vector.
+Codes and zero points are packed as q + 2 ** (bits - 1). Schemes of activations and their stored scales (`input_scale`)
+are ignored: kernels do not round activations for codes of e4m3, and round each row by its own largest magnitude for
+other codes, so that no value is clipped. `kv_cache_scheme` is ignored: an int8 cache has a scale for each vector.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight,
 PACKED, INTEGERS, MXFP4 = "pack-quantized", ("int-quantized", "naive-quantized"), "mxfp4-pack-quantized"
 FLOATS = ("float-quantized", "naive-quantized")
 REGEX = "re:"
-# The class that targets name; every layer that is read is one of it.
+# The class that targets name; all layers that are read have this class.
 LINEAR = "Linear"
 REASONS: Mapping[str, str] = {
     "nvfp4-pack-quantized": "scales of 8-bit floating point are not implemented",
@@ -65,9 +64,9 @@ class GroupScheme(NamedTuple):
         format: layout of the stored tensors.
         bits: number of bits of a code.
         group_size: number of inputs that share a scale; None for one scale for each output.
-        symmetric: False where groups have zero points.
+        symmetric: False if groups have zero points.
         block: outputs and inputs of a block of floating-point codes, 0 for all of them; None for integers.
-        problem: reason why the scheme is not served; "" where it is.
+        problem: reason why the scheme is not supported; "" if it is.
     """
 
     name: str
@@ -80,7 +79,7 @@ class GroupScheme(NamedTuple):
 
 
 class CompressedTensors:
-    """The layers of a checkpoint in this method."""
+    """The quantised layers of a compressed-tensors checkpoint."""
 
     def __init__(self, config: HFConfig, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored
@@ -89,7 +88,7 @@ class CompressedTensors:
         for group in (config.parts("config_groups") or {}).values():
             scheme = _read_scheme(group, group.text("format", config.text("format", "")), general)
             for target in group.texts("targets"):
-                # A target of two groups is of the first.
+                # The first of two groups with the same target applies.
                 self._schemes.setdefault(target, scheme)
         ignore = config.texts("ignore")
         self._patterns = sorted(target for target in self._schemes if target.startswith(REGEX))
@@ -126,7 +125,7 @@ class CompressedTensors:
         return _mxfp4(tensors) if scheme.format == MXFP4 else _packed(tensors, scheme)
 
     def _scheme(self, layer: str) -> GroupScheme:
-        # Names come before expressions, and these before the class.
+        # A name takes precedence over expressions, and these over the class.
         matching = (pattern for pattern in self._patterns if layer in self._matches[pattern])
         target = layer if layer in self._schemes else next(matching, LINEAR)
         if target not in self._schemes:
@@ -158,14 +157,14 @@ def _read_scheme(group: HFConfig, layout: str, general: str) -> GroupScheme:
 
 
 def _read_block(weights: HFConfig, strategy: str, group_size: int) -> tuple[int, int] | None:
-    """Return the outputs and inputs that share a scale, 0 for all of them; None for a strategy that has none."""
+    """Return the numbers of outputs and inputs that share a scale, 0 for all; None for an unknown strategy."""
     if strategy == "block":
         return read_block(weights, "block_structure")
     return {"tensor": (0, 0), "channel": (1, 0), "group": (1, group_size)}.get(strategy)
 
 
 def _problem_of_model(config: HFConfig) -> str:
-    """Return the reason why no layer is served; "" without one."""
+    """Return the reason why no layer is supported; "" if there is none."""
     sparsity = config.part("sparsity_config")
     if sparsity is not None and sparsity.text("format", "dense") != "dense":
         return "its zeros are left out (sparsity_config)"
@@ -176,7 +175,7 @@ def _problem_of_model(config: HFConfig) -> str:
 
 
 def _problem(group: HFConfig, scheme: GroupScheme, kind: str, strategy: str) -> str:
-    """Return the reason why a group of layers is not served; "" without one."""
+    """Return the reason why a group of layers is not supported; "" if there is none."""
     if scheme.format not in (PACKED, *INTEGERS, *FLOATS, MXFP4):
         return REASONS.get(scheme.format, "the format is not implemented")
     kinds = ("float",) * (scheme.format in (*FLOATS, MXFP4)) + ("int",) * (scheme.format in (PACKED, *INTEGERS))
@@ -278,5 +277,5 @@ def _form(tensors: LayerTensors, scheme: GroupScheme, group_size: int, num_input
 
 
 def _unsigned(integers: Tensor) -> Tensor:
-    """Return int8 values plus 128, as uint8."""
+    """Return int8 values plus 128 as uint8."""
     return integers.view(torch.uint8) ^ 128

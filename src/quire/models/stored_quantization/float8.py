@@ -1,8 +1,8 @@
-"""Weights of 8-bit floating-point codes (e4m3) with scales of blocks, and the method fp8, which vendors publish.
+"""Weights of 8-bit floating-point codes (e4m3) with scales of blocks, and the method fp8 of vendors' checkpoints.
 
-A layer of the method has `weight` e4m3 [N, K] and `weight_scale_inv` [N / 128, K / 128], rounded up, where
-`weight_block_size` is [128, 128]; without a block size, `weight_scale` or `weight_scale_inv` of one value for all or
-one for each output. Stacked experts have `<layer>` [E, N, K] and `<layer>_scale_inv`. A weight is code * scale.
+A layer of the method has `weight` e4m3 [N, K] and `weight_scale_inv` [N / 128, K / 128], rounded up, if
+`weight_block_size` is [128, 128]; without a block size, `weight_scale` or `weight_scale_inv` has one value, or one for
+each output. Stacked experts have `<layer>` [E, N, K] and `<layer>_scale_inv`. A weight is code * scale.
 
 Scales of activations (`input_scale`, `activation_scale`) are not read: activations are not rounded to 8 bits.
 """
@@ -36,7 +36,7 @@ MAX_BLOCK: Final = 1 << 20
 
 
 class FP8:
-    """The layers of a checkpoint in this method."""
+    """The quantised layers of an fp8 checkpoint."""
 
     def __init__(self, config: HFConfig, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored
@@ -48,7 +48,7 @@ class FP8:
         """Return the suffixes of the layer's tensors; see `StoredQuantization`."""
         if is_plain(layer, self._stored):
             return None
-        # Names are of whole parts: an exception "mlp.gate" is not one of "mlp.gate_proj".
+        # Exceptions match whole parts of a name: "mlp.gate" does not match "mlp.gate_proj".
         if any(f".{name}." in f".{layer}." for name in self._excluded):
             contradiction(layer, "modules_to_not_convert")
         if self._format != "e4m3":
@@ -77,7 +77,7 @@ class FP8:
 
 
 def read_block(config: HFConfig, name: str) -> tuple[int, int]:
-    """Read the numbers of outputs and inputs of a block, 128 where they are not stated."""
+    """Read the numbers of outputs and inputs of a block; the default is 128."""
     block = config.numbers(name, (128.0, 128.0))
     if not all(size.is_integer() and size <= MAX_BLOCK for size in block):
         raise CheckpointError(
@@ -119,5 +119,5 @@ def _group(tensors: LayerTensors, block_inputs: int, num_inputs: int, scheme: st
 
 
 def _float_scales(scales: Tensor) -> Tensor:
-    """Return scales in float32, in which all of them are exact."""
+    """Return scales in float32, which represents all of them exactly."""
     return e8m0_values()[scales.int()] if scales.dtype == torch.uint8 else scales.float()

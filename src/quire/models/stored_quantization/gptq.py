@@ -4,9 +4,9 @@ A layer has `qweight` int32 [K * bits / 32, N], `qzeros` int32 [K / group, N * b
 usually `g_idx` int32 [K], the group of each input; a weight is (q - z) * s. With `desc_act` the inputs of a group are
 not adjacent: they are sorted by group, and the weight comes with the order of its inputs.
 
-Symmetric weights have the zero point 2 ** (bits - 1), whatever `qzeros` holds: published checkpoints disagree there.
-The format "gptq" stores zero points less one, "gptq_v2" as they are. Writers subtract from whole words, so that a zero
-point of 0 borrows from the next one; adding to whole words undoes that.
+Symmetric weights have the zero point 2 ** (bits - 1); their `qzeros` are ignored, since published checkpoints disagree.
+The format "gptq" stores zero points minus one, "gptq_v2" stores them unchanged. Writers subtract from whole words, so
+that a zero point of 0 borrows from the next one; addition to whole words undoes that.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from quire.models.tensors.layer_weight import LayerWeight
 from quire.models.tensors.stored_tensor import StoredTensor
 from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
 
-# One in each code of a word.
+# 1 in each code of a word.
 ONES: Final = {4: 0x11111111, 8: 0x01010101}
 NEGATIVE, POSITIVE = "-:", "+:"
 
 
 class LayerScheme(NamedTuple):
-    """The scheme of a layer: see the fields of `quantization_config`."""
+    """The scheme of a layer, as the fields of `quantization_config`."""
 
     bits: int
     group_size: int
@@ -54,14 +54,14 @@ class LayerScheme(NamedTuple):
 
 
 class GPTQ:
-    """The layers of a checkpoint in this method."""
+    """The quantised layers of a GPTQ checkpoint."""
 
     def __init__(self, config: HFConfig, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored
         self._format = config.text("checkpoint_format", config.text("format", "gptq"))
-        # Where nothing says that layers are symmetric, their zero points are taken as they are stored.
+        # Layers are asymmetric by default, so that the stored zero points are used.
         self._default = _read_scheme(config, LayerScheme(bits=4, group_size=128, sym=False, desc_act=False))
-        # The first rule whose expression matches a layer decides; None for layers that are not quantised.
+        # The first rule whose expression matches a layer applies; None for layers that are not quantised.
         self._rules = [
             (
                 rule.removeprefix(POSITIVE).removeprefix(NEGATIVE),

@@ -1,6 +1,6 @@
 """The method mxfp4 of gpt-oss: the experts of a layer, stacked.
 
-`<layer>_blocks` is uint8 [E, N, K / 32, 16], where the low half of a byte is the even input, and `<layer>_scales` uint8
+`<layer>_blocks` is uint8 [E, N, K / 32, 16] with the even input in the low half of a byte, and `<layer>_scales` uint8
 [E, N, K / 32], exponents plus 127. Rows of `gate_up_proj` alternate between gate and up.
 """
 
@@ -19,7 +19,7 @@ from quire.ops.interface.quantized_weight import QuantizedRows, QuantizedWeight
 
 
 class MXFP4:
-    """The layers of a checkpoint in this method; what has no blocks is plain."""
+    """The quantised layers of an mxfp4 checkpoint; layers without blocks are plain."""
 
     def __init__(self, config: HFConfig, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored

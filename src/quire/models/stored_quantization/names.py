@@ -1,4 +1,4 @@
-"""Names of layers, as targets, exceptions and rules of a configuration select them."""
+"""Selection of layers by the targets, exceptions and rules of a configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.platform.bounded.patterns import match_names
 
 
 def match_layers(patterns: Iterable[str], stored: Mapping[str, StoredTensor]) -> dict[str, frozenset[str]]:
-    """Return the quantised layers whose names regular expressions match at their start, by expression."""
+    """Return the quantised layers whose names begin with a match of a regular expression, by expression."""
     names = {name.rpartition(".")[0] for name, tensor in stored.items() if tensor.dtype not in PLAIN}
     try:
         return match_names(patterns, sorted(names))

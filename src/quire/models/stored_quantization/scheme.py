@@ -1,4 +1,4 @@
-"""Interface of the methods of stored quantisation, and the checks of a layer's tensors that they share."""
+"""Interface of the methods of stored quantisation, and shared checks of a layer's tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from quire.models.tensors.layer_weight import LayerWeight
 from quire.models.tensors.stored_tensor import StoredTensor
 from quire.ops.interface.quantized_weight import ScaleDtype
 
-# The names that safetensors gives to dtypes of weights that are not quantised.
+# Names in safetensors of the dtypes of plain weights.
 PLAIN: Final = ("BF16", "F16", "F32")
-# The dtypes of codes, scales, zero points and shapes, by the names that safetensors gives them.
+# Dtypes of codes, scales, zero points and shapes, by their names in safetensors.
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -25,7 +25,7 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
-    # An exponent; its byte is read.
+    # An exponent, which is read as a byte.
     "F8_E8M0": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
 }
@@ -34,31 +34,31 @@ TensorSource = Callable[[str], Tensor]
 
 
 class StoredQuantization(Protocol):
-    """Interface of the methods: what a checkpoint's configuration and the headers of its files say of each layer."""
+    """Interface of the methods: the quantisation of each layer, from the configuration and the headers of files."""
 
     def suffixes(self, layer: str) -> tuple[str, ...] | None:
-        """Return what follows the layer's name in the names of its stored tensors; None for a plain `.weight`.
+        """Return the suffixes of a layer's stored tensors after the layer's name; None for a plain `.weight`.
 
         Raises:
-            UnsupportedModel: the layer is stored in a scheme that is not served.
+            UnsupportedModel: the layer's scheme is not supported.
             CheckpointError: the configuration contradicts the tensors.
         """
 
     def weight(self, layer: str, tensor: TensorSource) -> LayerWeight:
-        """Return the weight of a layer that has suffixes; codes are unpacked when they are read.
+        """Return the weight of a quantised layer; codes are unpacked when they are read.
 
         Args:
             layer: name of the layer.
-            tensor: function that returns a stored tensor by its name, in the dtype that `TORCH_DTYPES` gives.
+            tensor: function that returns a stored tensor by its name, in its dtype in `TORCH_DTYPES`.
 
         Raises:
-            UnsupportedModel: the layer is stored in a scheme that is not served.
+            UnsupportedModel: the layer's scheme is not supported.
             CheckpointError: a tensor is missing, or of a wrong shape or dtype; the message names it.
         """
 
 
 class LayerTensors:
-    """The stored tensors of one layer, whose shapes and dtypes are checked before they are used."""
+    """The stored tensors of one layer, with checks of shapes and dtypes before use."""
 
     def __init__(self, layer: str, stored: Mapping[str, StoredTensor], tensor: TensorSource) -> None:
         self.layer = layer
@@ -67,11 +67,11 @@ class LayerTensors:
         self._tensor = tensor
 
     def has(self, suffix: str) -> bool:
-        """True where the layer has a tensor of this suffix."""
+        """Return whether the layer has a tensor with this suffix."""
         return self.layer + suffix in self._stored
 
     def header(self, suffix: str, dtypes: tuple[str, ...], num_dims: int | None = None) -> StoredTensor:
-        """Return the header of a tensor, of one of some dtypes and a number of dimensions, None for any."""
+        """Return the header of a tensor after a check of dtype and number of dimensions (None for any)."""
         name = self.layer + suffix
         stored = self._stored.get(name)
         if stored is None:
@@ -83,7 +83,7 @@ class LayerTensors:
         return stored
 
     def take(self, suffix: str, dtypes: tuple[str, ...], *shape: int) -> Tensor:
-        """Return a tensor of one of some dtypes, and of a shape."""
+        """Return a tensor after a check of dtype and shape."""
         stored = self.header(suffix, dtypes, len(shape))
         if stored.shape != shape:
             self.fail(suffix, f"is of shape {list(stored.shape)}; {list(shape)} is needed")
@@ -96,7 +96,7 @@ class LayerTensors:
         raise CheckpointError(f"tensor {shown(self.layer + suffix)} {reason}")
 
     def group(self, group_size: int, num_inputs: int, scheme: str) -> Literal[16, 32]:
-        """Return the group of the form: it divides the stored group and the number of inputs."""
+        """Return the group size of the form, which divides the stored group size and the number of inputs."""
         size = min(group_size, num_inputs)
         if not num_inputs or size % 16 or num_inputs % 16:
             reason = f"it has {num_inputs} inputs in groups of {size}, and both must be multiples of 16"
@@ -105,13 +105,13 @@ class LayerTensors:
 
 
 def is_plain(layer: str, stored: Mapping[str, StoredTensor]) -> bool:
-    """True where the layer's weight is stored without quantisation, whatever the configuration says of it."""
+    """Return whether a layer's weight is stored without quantisation, which the configuration may contradict."""
     weight = stored.get(f"{layer}.weight")
     return weight is not None and weight.dtype in PLAIN
 
 
 def refuse(layer: str, scheme: str, reason: str) -> NoReturn:
-    """Raise the error for a layer in a scheme that is not served."""
+    """Raise the error for a layer whose scheme is not supported."""
     raise UnsupportedModel(
         f"layer {shown(layer)} is stored as {scheme}, which is not served: {reason}; served are {SERVED}",
         field="quantization_config",
@@ -119,7 +119,7 @@ def refuse(layer: str, scheme: str, reason: str) -> NoReturn:
 
 
 def contradiction(layer: str, where: str) -> NoReturn:
-    """Raise the error for a quantised layer that the configuration says is not quantised."""
+    """Raise the error for a quantised layer that is plain according to the configuration."""
     raise CheckpointError(
         f"layer {shown(layer)} is stored without a plain weight, but {where} of the quantization_config says that it "
         "is not quantised",
