@@ -1,1 +1,1 @@
-"""Low-rank adapters: their files, the layers that they are for, and the slots of those that are loaded."""
+"""Low-rank adapters: their files, their target layers, and the slots of loaded adapters."""

@@ -1,8 +1,8 @@
-"""The layers of single experts: how checkpoints and adapters name them, and where matrices of an adapter belong.
+"""The layers of single experts: their names in checkpoints and adapters, and the places of an adapter's matrices.
 
-PEFT has two forms. Where each expert is made of linear layers, as in transformers 4, an adapter has two matrices for
-each of them. Where all experts of a layer are one parameter [X, out, in], as in transformers 5, it wraps the module of
-all experts once for each parameter (`target_parameters`), and one matrix has the ranks of all experts.
+PEFT has two forms. If each expert consists of linear layers, as in transformers 4, an adapter has two matrices for each
+of them. If all experts of a layer are one parameter [X, out, in], as in transformers 5, PEFT wraps the module of all
+experts once for each parameter (`target_parameters`), and one matrix has the ranks of all experts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from quire.models.specs.spec import Experts, ModelSpec, WeightMap, experts_of
 
 GATE_UP: Final = "gate_up_proj"
 DOWN: Final = "down_proj"
-# Names of an expert's linear layers: which of its gate, up and down they are.
+# Names of an expert's linear layers -> index in (gate, up, down).
 _PARTS: Final = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
 _LINEAR = re.compile(rf"(?P<experts>.+)\.(?P<number>0|[1-9][0-9]{{0,6}})\.(?P<part>{'|'.join(_PARTS)})")
-# Modules that some versions of transformers have for the parameter `weight` of all experts of a Granite model.
+# Modules with the parameter `weight` of all experts of a Granite model, in some versions of transformers.
 _OLDER_MODULES: Final = {"input_linear": GATE_UP, "output_linear": DOWN}
 _WRAPPER: Final = ".base_layer"
 
@@ -33,10 +33,10 @@ class ExpertLayer(NamedTuple):
     Args:
         weight: name of its weight in the decoder.
         parameter: name of the parameter in transformers, `GATE_UP` or `DOWN`.
-        num_experts: number of experts, of all ranks.
-        in_width, out_width: widths of each expert, of all ranks; of `GATE_UP`, the outputs are all gates, then all ups.
+        num_experts: number of experts on all ranks.
+        in_width, out_width: widths of each expert on all ranks; outputs of `GATE_UP` are all gates, then all ups.
         layout: see `Experts.parameters`.
-        is_transposed, is_interleaved: see `Experts` for how the checkpoint stores all experts in one tensor.
+        is_transposed, is_interleaved: layout of a checkpoint's tensor of all experts; see `Experts`.
     """
 
     weight: str
@@ -49,7 +49,7 @@ class ExpertLayer(NamedTuple):
     is_interleaved: bool
 
     def by_layout(self, rows: Tensor) -> Tensor:
-        """Return values in the order of the outputs, given those of [..., out, r] in the order of the parameter."""
+        """Reorder values [..., out, r] from the order of the parameter to the order of the outputs."""
         if self.layout != "alternating" or self.parameter != GATE_UP:
             return rows
         return torch.cat([rows[..., ::2, :], rows[..., 1::2, :]], -2)
@@ -82,7 +82,7 @@ class ExpertLayers:
 
     @property
     def num_values_per_rank(self) -> int:
-        """Number of values of an adapter of rank 1 on all linear layers of all experts."""
+        """Number of values in an adapter of rank 1 for all linear layers of all experts."""
         return sum(each.num_experts * (2 * each.in_width + each.out_width) for each in self.layers.values())
 
     @property
@@ -91,7 +91,7 @@ class ExpertLayers:
         return sum(each.num_experts * (2 if each.parameter == GATE_UP else 1) for each in self.layers.values())
 
     def sources(self, weight_map: WeightMap) -> dict[str, ExpertSource]:
-        """Return what the tensors of the layers hold, by their names."""
+        """Return the contents of the layers' tensors, by the tensors' names."""
         found = {}
         for name, layer in self.layers.items():
             num_parts = 2 if layer.parameter == GATE_UP else 1
@@ -102,7 +102,7 @@ class ExpertLayers:
         return found
 
     def linear(self, key: str) -> LinearPlace | None:
-        """Return the place of an expert's linear layer, by `module_key`; None for another module."""
+        """Return the place of an expert's linear layer by `module_key`; None for other modules."""
         match = _LINEAR.fullmatch(key)
         if match is None:
             return None
@@ -114,25 +114,25 @@ class ExpertLayers:
         return None
 
     def parameters(self, key: str) -> tuple[ExpertLayer, ...]:
-        """Return the layers, one of which an adapter of a module of all experts may be for, by `module_key`."""
+        """Return the possible target layers of an adapter for a module of all experts, by `module_key`."""
         return self._by_module.get(without_wrappers(key), ())
 
 
 def without_wrappers(name: str) -> str:
-    """Return the name of a module without those of PEFT's wrappers of its parameters, one around the other."""
+    """Return the name of a module without the names of PEFT's nested wrappers of its parameters."""
     while name.endswith(_WRAPPER):
         name = name.removesuffix(_WRAPPER)
     return name
 
 
 def parameter_name(module: str, layer: ExpertLayer) -> str:
-    """Return the name of the parameter that an adapter of a module of all experts is for, as the file names it."""
+    """Return the name in the file of the target parameter of an adapter for a module of all experts."""
     module = without_wrappers(module)
     return f"{module}.{'weight' if module.rpartition('.')[2] in _OLDER_MODULES else layer.parameter}"
 
 
 def _experts(spec: ModelSpec) -> Iterator[tuple[str, Experts]]:
-    """Yield the experts of each layer that has any, with their name in the decoder."""
+    """Yield the experts of each layer with experts, after their name in the decoder."""
     for idx, layer in enumerate(spec.layers):
         experts = experts_of(layer.ffn)
         if experts is not None:
@@ -149,10 +149,10 @@ def _layers(ours: str, experts: Experts, width: int) -> Iterator[ExpertLayer]:
 
 
 class ExpertMatrices(NamedTuple):
-    """An adapter's matrices of some rows of one expert, of their stored dtypes.
+    """An adapter's matrices for some rows of one expert, in their stored dtypes.
 
     Args:
-        first_row: index of the first output among those of the expert.
+        first_row: index of the first output among the expert's outputs.
         a: [r, in].
         b: [n, r].
         scale: factor of their product.
@@ -164,26 +164,26 @@ class ExpertMatrices(NamedTuple):
     scale: float
 
 
-# Matrices by the weight of their layer in the decoder, and by expert.
+# Matrices by the name of their layer's weight in the decoder, and by expert.
 AdaptedExperts = dict[str, dict[int, list[ExpertMatrices]]]
 
 
 class ExpertSource(NamedTuple):
-    """A tensor of a checkpoint that holds weights of a layer of experts.
+    """A checkpoint's tensor with weights of a layer of experts.
 
     Args:
         layer: the layer.
-        place: linear layer of the expert that it is; None where it holds all experts.
+        place: place of the expert's linear layer; None for a tensor of all experts.
     """
 
     layer: ExpertLayer
     place: LinearPlace | None
 
     def merged(self, weight: Tensor, experts: Mapping[int, list[ExpertMatrices]], dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor with what an adapter adds to it, computed in float32; None where that is nothing.
+        """Return the tensor plus the adapter's delta, computed in float32; None without a delta.
 
         Args:
-            weight: its values: [n, in] of one expert, [X * out, in] or, transposed, [X, in, out] of all.
+            weight: the tensor: [n, in] of one expert, or [X * out, in] or (transposed) [X, in, out] of all.
             experts: matrices by expert.
             dtype: dtype of the result.
         """
@@ -208,7 +208,7 @@ class ExpertSource(NamedTuple):
 
 
 def _delta(layer: ExpertLayer, parts: list[ExpertMatrices]) -> Tensor:
-    """Return what an adapter adds to the weight of one expert, [out, in] of float32."""
+    """Return an adapter's delta of one expert's weight, [out, in] of float32."""
     delta = torch.zeros(layer.out_width, layer.in_width)
     for first_row, a, b, scale in parts:
         delta[first_row : first_row + len(b)] = scale * (b.float() @ a.float())
@@ -216,17 +216,17 @@ def _delta(layer: ExpertLayer, parts: list[ExpertMatrices]) -> Tensor:
 
 
 def is_first_of_inputs(layer: ExpertLayer, width: int, version: tuple[int, ...] | None) -> bool | None:
-    """Return whether `lora_A` multiplies the inputs of a layer, and not `lora_B`; None where that cannot be known.
+    """Return whether `lora_A` multiplies the inputs of a layer, and not `lora_B`; None if that is unknown.
 
-    PEFT calls one dimension of a parameter [X, d1, d2] the inputs, without knowledge of the model: d1 until 0.18; then
-    d2 where transformers does not say that the parameter is transposed, as it says of gpt-oss only; 0.19.0 had the two
-    cases the wrong way round. Widths tell which it was, unless d1 = d2.
+    PEFT chooses one dimension of a parameter [X, d1, d2] as the inputs, without knowledge of the model: d1 until 0.18;
+    later d2, unless transformers marks the parameter as transposed (in gpt-oss only); 0.19.0 swapped the two cases. The
+    widths tell the choice unless d1 = d2.
     """
     if layer.in_width != layer.out_width:
         return width == layer.in_width
     is_marked = layer.layout == "alternating"
     if version is None:
-        # The first versions, which did not write their number, and the latest ones agree there.
+        # The first versions, which did not write their number, and the latest versions agree for marked parameters.
         return True if is_marked else None
     is_swapped = False if version < (0, 19) else is_marked if version < (0, 19, 1) else not is_marked
     return is_swapped == (layer.layout == "rows")
@@ -235,12 +235,12 @@ def is_first_of_inputs(layer: ExpertLayer, width: int, version: tuple[int, ...] 
 def split_by_expert(
     layer: ExpertLayer, a: Tensor, b: Tensor, scale: float, *, is_straight: bool
 ) -> Mapping[int, ExpertMatrices]:
-    """Return the matrices of each expert, given those of all.
+    """Split the matrices of all experts into each expert's matrices.
 
     Args:
-        layer: layer that they are for.
-        a: [X * r, n], the ranks of an expert together.
-        b: [m, r * X], the experts of a rank together.
+        layer: layer of the experts.
+        a: [X * r, n], with the ranks of an expert adjacent.
+        b: [m, r * X], with the experts of a rank adjacent.
         scale: factor of their product.
         is_straight: `a` multiplies the inputs, and not `b`.
     """

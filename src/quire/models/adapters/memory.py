@@ -11,15 +11,15 @@ from torch import Tensor
 
 from quire.errors import InvalidAdapter, OutOfAdapterMemory
 
-# PyTorch hands out a GPU's memory in multiples of this.
+# PyTorch allocates a GPU's memory in multiples of this.
 UNIT_BYTES: Final = 512
 
 
 class AdapterMemory:
-    """The bytes of all adapters of a decoder on a GPU, and how many they may be; thread-safe.
+    """The bytes of all adapters of a decoder on a GPU, and their limit; thread-safe.
 
-    What steps need is not set aside in PyTorch's allocator, so an adapter that takes it would fail the largest steps of
-    other requests. It is refused instead.
+    The memory of steps is not reserved in PyTorch's allocator: an adapter that took it would make the largest steps of
+    other requests fail, and is refused instead.
 
     Attributes:
         make_room: function that gives up an adapter that nobody may need, and returns False where there is none.
@@ -27,7 +27,7 @@ class AdapterMemory:
 
     def __init__(self) -> None:
         self.make_room: Callable[[], bool] = lambda: False
-        self._lock = threading.RLock()  # garbage that is collected in a call gives bytes back
+        self._lock = threading.RLock()  # reentrant, since garbage collection in a call gives bytes back
         self._taken = 0
         self._limit: int | None = None
 
@@ -37,11 +37,11 @@ class AdapterMemory:
         return self._taken
 
     def allow(self, num_bytes: int) -> None:
-        """Let adapters take at most so many bytes beyond those that they take now; until then there is no limit."""
+        """Limit adapters to `num_bytes` more than they take now; before this call, there is no limit."""
         self._limit = self._taken + num_bytes
 
     def claim(self) -> MemoryClaim:
-        """Return the claim of an adapter that is being laid out."""
+        """Return a claim for an adapter that is being packed."""
         return MemoryClaim(self)
 
     def take(self, num_bytes: int, of_one: int) -> None:
@@ -68,7 +68,7 @@ class AdapterMemory:
                 )
 
     def _fits(self, num_bytes: int) -> bool:
-        """Take bytes, and return whether they were left."""
+        """Take bytes if the limit allows, and return whether it does."""
         with self._lock:
             if self._limit is not None and self._taken + num_bytes > self._limit:
                 return False
@@ -82,7 +82,7 @@ class AdapterMemory:
 
 
 class MemoryClaim:
-    """The bytes of one adapter; as a context manager, they are given back after an error."""
+    """The bytes of one adapter; a context manager that gives them back after an error."""
 
     def __init__(self, memory: AdapterMemory) -> None:
         self._memory, self._taken = memory, 0
@@ -95,12 +95,12 @@ class MemoryClaim:
             self.give_back()
 
     def take(self, num_bytes: int) -> None:
-        """Take the bytes that the adapter needs at least, before it is laid out; see `AdapterMemory.take`."""
+        """Take the minimum of bytes of an adapter before it is packed; see `AdapterMemory.take`."""
         self._memory.take(num_bytes, self._taken)
         self._taken += num_bytes
 
     def settle(self, *packed: Any) -> None:
-        """Take what the tensors in nested tuples and mappings need beyond that; see `AdapterMemory.take`."""
+        """Take the additional bytes of tensors in nested tuples and mappings; see `AdapterMemory.take`."""
         num_bytes = sum(-(-tensor.nbytes // UNIT_BYTES) * UNIT_BYTES for tensor in _tensors(packed))
         self.take(max(0, num_bytes - self._taken))
 
@@ -110,7 +110,7 @@ class MemoryClaim:
         self._taken = 0
 
     def end_with(self, owner: object) -> None:
-        """Give the bytes back when nobody has the owner any more."""
+        """Give the bytes back when the owner is garbage-collected."""
         weakref.finalize(owner, self.give_back).atexit = False
 
 

@@ -21,10 +21,10 @@ from quire.models.specs.spec import WeightMap
 
 
 class MergedAdapter:
-    """An adapter of which each weight becomes `W + scale * B A`.
+    """An adapter that changes weights to `W + scale * B A`.
 
-    The sum is computed in float32 from the stored values, and rounded once to the dtype of the model. What the loader
-    does to weights comes after that: their order, packing and quantisation.
+    The sum is computed in float32 from the stored values, and rounded once to the dtype of the model. The loader
+    reorders, packs and quantises weights after that.
     """
 
     def __init__(self, adapter: PeftAdapter, experts: Mapping[str, ExpertSource], folder: Path) -> None:
@@ -32,11 +32,11 @@ class MergedAdapter:
         self._experts, self._folder = experts, folder
 
     def add_to(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a weight of the family with what the adapter adds to it; itself where that is nothing.
+        """Return a weight plus the adapter's delta; the weight itself without a delta.
 
         Args:
             name: name of the weight in the checkpoint.
-            weight: [out, in], as it is stored; of all experts of a layer, [X * out, in] or [X, in, out].
+            weight: [out, in] as stored; for all experts of a layer, [X * out, in] or [X, in, out].
             dtype: dtype of the model.
         """
         if name in self._experts:
@@ -66,7 +66,7 @@ def read_merged(
     weight_map: WeightMap,
     max_rank: int,
 ) -> MergedAdapter:
-    """Read an adapter that is to be merged into the weights of a checkpoint."""
+    """Read an adapter for a merge into the weights of a checkpoint."""
     method = _stored_method(checkpoint)
     if method is not None:
         raise ConfigError(
@@ -79,7 +79,7 @@ def read_merged(
 
 
 def _stored_method(checkpoint: Checkpoint) -> str | None:
-    """Return how a checkpoint's weights are stored quantised; None where they are plain."""
+    """Return the quantisation of a checkpoint's weights, in words; None if they are plain."""
     if checkpoint.gguf_fields is not None:
         return "of a GGUF file"
     found = read_quantization_config(checkpoint.config)

@@ -1,11 +1,11 @@
-"""Names of modules, as checkpoints and adapters have them."""
+"""Names of modules in checkpoints and adapters."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-# Parts of names that say where in a model of several parts the language model lies.
+# Outer modules of the language model, in names of modules.
 _OUTER: Final = frozenset({"base_model", "model", "language_model"})
 # Modules that were renamed between versions of transformers.
 _ROUTER_LAYER = re.compile(r"\.router\.layer\Z")
@@ -14,8 +14,8 @@ _ROUTER_LAYER = re.compile(r"\.router\.layer\Z")
 def module_key(name: str) -> str:
     """Return a module's name within the language model.
 
-    Checkpoints and models in memory differ in what is before it, and versions of transformers in some modules of
-    experts: `block_sparse_moe` is `mlp`, and the layer of a router the router.
+    Checkpoints and models in memory have different prefixes, and versions of transformers different names of some
+    modules of experts: `block_sparse_moe` is `mlp`, and the layer of a router is the router.
     """
     parts = name.split(".")
     start = next((idx for idx, part in enumerate(parts) if part not in _OUTER), 0)

@@ -1,4 +1,4 @@
-"""`adapter_config.json` of PEFT: what is read of it, and what is refused."""
+"""`adapter_config.json` of PEFT: supported, ignored and refused fields."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from quire.errors import CheckpointError, shown
 from quire.platform.bounded.patterns import match_names
 
 CONFIG_FILE: Final = "adapter_config.json"
-# Fields that change what an adapter computes, and the reason why other values than those that change nothing are
-# refused.
+# Fields that change the results of an adapter, and the reason why values other than neutral ones are refused.
 REFUSED: Final[Mapping[str, str]] = {
     "use_dora": "DoRA scales the weight of the model",
     "lora_bias": "the matrices of an adapter have no biases",
@@ -25,7 +24,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "use_bdlora": "matrices are whole, not block-diagonal",
     "arrow_config": "a request has one adapter",
 }
-# Fields that tell how an adapter was made, or repeat what its tensors say.
+# Fields about the training of an adapter, fields that repeat its tensors, and fields that `PeftConfig` reads.
 IGNORED: Final = frozenset(
     {
         *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
@@ -36,23 +35,23 @@ IGNORED: Final = frozenset(
         *("rank_pattern", "alpha_pattern", "target_parameters"),
     }
 )
-# Initial values that leave the weights of the model as they are; others (PiSSA, OLoRA, CorDA, LoftQ) change them.
+# Initialisations that keep the weights of the model; others (PiSSA, OLoRA, CorDA, LoftQ) change them.
 PLAIN_INITS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
-# In place of names, all linear layers.
+# Value in place of names: all linear layers.
 ALL: Final = "all-linear"
 _LITERAL = re.compile(r"[A-Za-z0-9_.-]+")
 _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?")
 
 
 class ModuleScale(NamedTuple):
-    """Rank and scale of an adapter in a module."""
+    """Rank and scale of an adapter for a module."""
 
     rank: int
     scale: float
 
 
 class PeftConfig:
-    """A configuration that was checked."""
+    """A checked configuration."""
 
     def __init__(self, values: Mapping[str, Any], place: object) -> None:
         self._values, self._place = values, place
@@ -82,13 +81,13 @@ class PeftConfig:
 
     @property
     def version(self) -> tuple[int, ...] | None:
-        """Version of PEFT that wrote the adapter; None for none that was released, or where the file does not say."""
+        """Version of PEFT that wrote the adapter; None if it is not stated or not a released one."""
         stated = self._values.get("peft_version")
         match = _VERSION.fullmatch(stated) if isinstance(stated, str) else None
         return None if match is None else tuple(int(part or 0) for part in match.groups())
 
     def scales(self, modules: Sequence[str], parameters: Mapping[str, str] | None = None) -> dict[str, ModuleScale]:
-        """Return rank and scale in each of the modules that the adapter has tensors for."""
+        """Return the rank and scale for each of `modules`, which the adapter has tensors for."""
         targets = self._named(modules, parameters or {})
         names = list(targets.values())
         rank_of = self._reader("rank_pattern", self._ranks, self._rank, names)
@@ -96,7 +95,7 @@ class PeftConfig:
         return {module: self._scale(rank_of(name), alpha_of(name)) for module, name in targets.items()}
 
     def _named(self, modules: Sequence[str], parameters: Mapping[str, str]) -> dict[str, str]:
-        """Return the name by which PEFT finds the rank of each module: its own, or that of its parameter."""
+        """Return the name by which PEFT finds the rank of each module: the module's or its parameter's."""
         assert self._targets is not None
         keys_of = self._matcher("target_modules", self._targets, modules)
         targets: dict[str, str] = {}
@@ -115,7 +114,7 @@ class PeftConfig:
         return targets
 
     def _reader(self, field: str, values: dict[str, Any], default: Any, names: Sequence[str]) -> Callable[[str], Any]:
-        """Return a function from a name to the value of the first key that names it."""
+        """Return a function from a name to the value of the first key that matches it."""
         keys_of = self._matcher(field, values, names)
         order = {key: idx for idx, key in enumerate(values)}
 
@@ -135,9 +134,9 @@ class PeftConfig:
         return ModuleScale(rank, alpha / (math.sqrt(rank) if self._is_rank_stabilised else rank))
 
     def _matcher(self, field: str, keys: str | Collection[str], names: Sequence[str]) -> Callable[[str], list[str]]:
-        """Return a function from one of the names to the keys that name it: its last parts, or by pattern.
+        """Return a function from one of `names` to the keys that match it: endings of the name, or patterns.
 
-        A text in place of keys is a pattern of the whole name, or "all-linear".
+        A string in place of keys is a pattern of the whole name, or "all-linear".
         """
         if isinstance(keys, str):
             patterns = {} if keys == ALL else {keys: rf"(?:{keys})\Z"}
@@ -147,7 +146,7 @@ class PeftConfig:
             matches = match_names(patterns.values(), names)
         except ValueError as error:
             raise CheckpointError(f"{self._place}: {field}: {error}", field=field) from error
-        # Sets, since an adapter of experts may have many thousands of either.
+        # A set, since an adapter for experts may have many thousands of keys.
         literals = frozenset() if isinstance(keys, str) else frozenset(keys) - patterns.keys()
 
         def keys_of(name: str) -> list[str]:
@@ -183,7 +182,7 @@ class PeftConfig:
 
 
 def _endings(name: str) -> Iterator[str]:
-    """Yield a dotted name, then what is behind each of its dots."""
+    """Yield a dotted name, then its part after each dot."""
     yield name
     while "." in name:
         name = name.partition(".")[2]

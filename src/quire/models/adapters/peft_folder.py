@@ -1,4 +1,4 @@
-"""A folder as PEFT writes it: an adapter's configuration and the two matrices of each of its modules."""
+"""A folder in PEFT's format: an adapter's configuration and two matrices for each of its modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quire.platform.bounded.files import read_file
 
 TENSORS_FILE: Final = "adapter_model.safetensors"
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-# The header of a file, which is read besides its matrices; and of an adapter of single experts, for each of these.
+# Limits of a file's bytes besides its matrices: for the header, and for each linear layer of single experts.
 MAX_HEADER_BYTES: Final = 8 << 20
 HEADER_BYTES_OF_EXPERT: Final = 1 << 10
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
@@ -46,7 +46,7 @@ class ModuleShape(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """An adapter's matrices of one module, of their stored dtypes.
+    """An adapter's matrices for one module, in their stored dtypes.
 
     Args:
         a: [r, in].
@@ -60,11 +60,11 @@ class Matrices(NamedTuple):
 
 
 class PeftAdapter(NamedTuple):
-    """An adapter that was read and checked.
+    """A checked adapter.
 
     Args:
-        digest: digest of all that it computes.
-        matrices: matrices by the name of the module, as `module_key` returns it.
+        digest: digest of everything that determines its results.
+        matrices: matrices by the `module_key` of the module.
         experts: matrices of single experts.
     """
 
@@ -73,7 +73,7 @@ class PeftAdapter(NamedTuple):
     experts: AdaptedExperts
 
 
-# The target of two matrices: a linear layer, one of an expert, or one of all experts.
+# The target of two matrices: a linear layer, a linear layer of one expert, or one of all experts.
 _Target = ModuleShape | LinearPlace | ExpertLayer
 _Pair = tuple[Tensor, Tensor]
 
@@ -135,7 +135,7 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLa
 
 
 def _tensors(path: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayers, max_rank: int) -> dict[str, Tensor]:
-    """Return the tensors of a file, which is no longer than the largest adapter of the model."""
+    """Return the tensors of a file, which may not be larger than the largest adapter for the model."""
     values = sum(each.in_width + each.out_width for each in shapes.values()) + experts.num_values_per_rank
     most = 4 * max_rank * values + MAX_HEADER_BYTES + HEADER_BYTES_OF_EXPERT * experts.num_linears
     try:
@@ -145,7 +145,7 @@ def _tensors(path: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayer
     except OSError as error:
         reason = f"{error.strerror} ({max_rank=}; see max_lora_rank)"
         raise CheckpointError(f"{path} cannot be read: {reason}") from error
-    # A dtype that torch lacks raises a key error.
+    # A dtype that torch lacks raises KeyError.
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
@@ -180,14 +180,14 @@ def _pairs(
 
 
 def _target(path: Path, module: str, pair: _Pair, shapes: Mapping[str, ModuleShape], experts: ExpertLayers) -> _Target:
-    """Return what the two matrices of a module are for."""
+    """Return the target of the two matrices of a module."""
     key = module_key(module)
     linear = shapes.get(key) or experts.linear(key)
     if linear is not None:
         return linear
     of_all = experts.parameters(key)
     a, b = pair
-    # The widths of a layer's parameters differ, whatever wrapper is around the other.
+    # Widths identify the parameter; the order of PEFT's wrappers does not matter.
     widths = {a.shape[-1], b.shape[0]} if a.dim() == b.dim() == 2 else set()
     for layer in of_all:
         if widths == {layer.in_width, layer.out_width}:
@@ -201,7 +201,7 @@ def _target(path: Path, module: str, pair: _Pair, shapes: Mapping[str, ModuleSha
 
 
 def _check(path: Path, module: str, pair: _Pair, target: _Target, rank: int, version: tuple[int, ...] | None) -> bool:
-    """Check the shapes of two matrices, and return whether the first of them multiplies the layer's inputs."""
+    """Check the shapes of two matrices, and return whether the first one multiplies the layer's inputs."""
     a, b = pair
     is_straight: bool | None = True
     num_ranks, in_width, out_width = rank, a.shape[-1], b.shape[0]
@@ -227,7 +227,7 @@ def _check(path: Path, module: str, pair: _Pair, target: _Target, rank: int, ver
 
 
 def _add(experts: AdaptedExperts, layer: ExpertLayer, expert: int, matrices: ExpertMatrices) -> bool:
-    """Add matrices of some rows of an expert; return whether these rows had none."""
+    """Add matrices for some rows of an expert; return whether these rows had none before."""
     known = experts.setdefault(layer.weight, {}).setdefault(expert, [])
     first, end = matrices.first_row, matrices.first_row + len(matrices.b)
     is_new = all(end <= each.first_row or each.first_row + len(each.b) <= first for each in known)

@@ -1,4 +1,4 @@
-"""The adapters of a decoder, each in a slot, and which layers of the decoder take adapters."""
+"""The adapters of a decoder, each in a slot, and the layers that take adapters."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from quire.ops.interface.adapted_linear import AdaptedLinear
 from quire.ops.interface.lora import LoraPart, LoraWeight
 from quire.ops.interface.weight_memory import WeightMemory
 
-# Its inputs are rows of other positions than a step's.
+# The output head takes no adapters, since its inputs are not the rows of a step.
 HEAD = "head."
 # An adapter of rank 16 for a model of a billion parameters takes 20 to 50 MB.
 ADAPTER_SLAB_BYTES = 32 << 20
 
 
 class Place(NamedTuple):
-    """The part of a decoder's linear layer that a module of the checkpoint is.
+    """The part of a decoder's linear layer that belongs to a module of the checkpoint.
 
     Args:
         linear_idx: index of the layer.
-        first_column: index of its first output among the layer's.
-        rows: int64 [n], output of the module for each of the layer's from `first_column` on; None for all in order.
+        first_column: index of the module's first output in the layer.
+        rows: int64 [n], the module's output for each output of the layer from `first_column` on; None for all in order.
         inputs: range of the module's inputs that the layer has; None for all.
     """
 
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     inputs: Range | None = None
 
 
-# Matrices of one layer, and the place of each.
+# The matrices of one layer with their places.
 Parts: TypeAlias = list[tuple[Matrices, Place]]
 
 
@@ -57,10 +57,10 @@ class Adapter:
     """An adapter in the layout of the kernels.
 
     Args:
-        digest: digest of what it computes.
+        digest: digest of everything that determines its results.
         packed: matrices by the index of their linear layer.
-        experts: matrices of single experts, by the weight of their layer in the whole model, and by expert.
-        folder: folder that it was read from.
+        experts: matrices of single experts, by the name of their layer's weight in the whole model, and by expert.
+        folder: the adapter's folder.
     """
 
     digest: str
@@ -73,8 +73,8 @@ class _AdaptedExperts(NamedTuple):
     """A layer of all experts in a decoder.
 
     Args:
-        layer: layer of the whole model.
-        adapters: its adapters.
+        layer: the layer in the whole model.
+        adapters: adapters of the layer.
         columns: gated columns of each expert that this rank has; None for all.
     """
 
@@ -86,23 +86,23 @@ class _AdaptedExperts(NamedTuple):
 class AdapterSlots:
     """The adapters of a decoder.
 
-    Each linear layer that takes adapters is wrapped, once all weights are there and layers are fused: what was fused
-    before is run for steps without adapters, which cost nothing more. On a rank, the matrices are cut as the layers'
-    weights are: B where a layer has a part of the outputs, A where it has a part of the inputs. On a stage, those of
-    other stages are read and checked, but not kept.
+    Each linear layer that takes adapters is wrapped after all weights are loaded and layers are fused: steps without
+    adapters still run the fused layers from before, at no extra cost. On a rank, matrices are split like the weights of
+    layers: B if a layer is split by outputs, A if it is split by inputs. On a stage, matrices of other stages are read
+    and checked, but not stored.
 
     Args:
         decoder: decoder with all its weights.
         weight_map: parameter name -> names of the family's tensors.
-        row_count: function that returns the number of rows of a tensor of the family, given its name.
+        row_count: function from the name of a tensor of the family to its number of rows.
         max_rank: largest rank of an adapter.
         experts: layers of single experts of the whole model.
         modules: widths of the modules of the whole model that take adapters, by `module_key`.
-        splits: parts of weights that the decoder has; all others are whole, as all are where this is None.
-        own_name: function from the name of a weight in the whole model to that in the decoder.
+        splits: parts of weights that the decoder has; other weights are whole. None for no parts.
+        own_name: function from the name of a weight in the whole model to its name in the decoder.
 
     Attributes:
-        memory: memory that adapters take.
+        memory: memory of the adapters.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class AdapterSlots:
         self._dtype, self._device, self._max_rank = decoder.dtype, decoder.device, max_rank
         self.memory = AdapterMemory()
         self._read_ahead: dict[Path, Adapter] = {}
-        self._in_slots: dict[int, Adapter] = {}  # as long as an adapter is there, its memory is claimed
+        self._in_slots: dict[int, Adapter] = {}  # keeps adapters alive, and so their memory claimed
         self._linears: list[AdaptedLinear] = []
         self._experts = experts
         self._adapted_experts = self._adapt_experts(decoder, splits or {}, own_name)
@@ -145,12 +145,12 @@ class AdapterSlots:
     def _adapt_experts(
         self, decoder: Decoder, splits: Mapping[str, Split], own_name: Callable[[str], str]
     ) -> dict[str, _AdaptedExperts]:
-        """Let layers of single experts take adapters, and return them by the whole model's name of their weight."""
+        """Make layers of experts take adapters, and return them by the names of their weights in the whole model."""
         adapted = {}
         for name, layer in self._experts.layers.items():
             own = own_name(name)
             if own not in decoder.weights.slots:
-                continue  # of another stage
+                continue  # on another stage
             taker = decoder.weights.slots[own].experts
             assert taker is not None, "layers of experts take adapters"
             down = splits.get(own.replace(".gate_up.", ".down."))
@@ -159,7 +159,7 @@ class AdapterSlots:
         return adapted
 
     def _wrap(self, decoder: Decoder, adapted: AdaptedRows, num_modules: int) -> int:
-        """Wrap a linear layer, whose weight is that of some modules, and return its index."""
+        """Wrap a linear layer, which joins `num_modules` modules, and return its index."""
         projection = adapted.projection
         layer = decoder.ops.make_lora(projection.slots["weight"].shape[0], num_modules * self._max_rank)
         projection.run = AdaptedLinear(projection.run, layer, decoder.step_adapters)
@@ -167,11 +167,11 @@ class AdapterSlots:
         return len(self._linears) - 1
 
     def read(self, folder: Path) -> Adapter:
-        """Read an adapter, and lay it out for the kernels; thread-safe, and may take long.
+        """Read an adapter, and pack it for the kernels; thread-safe, and may take long.
 
         Raises:
-            CheckpointError: see `read_peft`, or there is no memory to lay it out.
-            OutOfAdapterMemory: a GPU has no memory left for it.
+            CheckpointError: see `read_peft`, or there is no memory to pack it.
+            OutOfAdapterMemory: a GPU has too little memory left.
         """
         adapter = self._read_ahead.pop(folder.absolute(), None)
         if adapter is not None:
@@ -180,7 +180,7 @@ class AdapterSlots:
         try:
             with self.memory.claim() as claim:
                 packed, experts = self._pack(matrices, of_experts, claim)
-        except (RuntimeError, MemoryError) as error:  # torch's errors of memory, of a CPU or a GPU, among them
+        except (RuntimeError, MemoryError) as error:  # includes torch's errors of memory, on CPU and GPU
             reason = " ".join(str(error).split())[:200] or "out of memory"
             raise CheckpointError(
                 f"{folder}: it cannot be laid out on {self._device} ({reason})", field="lora_path"
@@ -190,7 +190,7 @@ class AdapterSlots:
         return adapter
 
     def read_ahead(self, folders: Iterable[Path]) -> None:
-        """Read adapters that `read` returns later, so that their memory is taken before that of a GPU is divided.
+        """Read adapters that `read` returns later, to take their memory before the rest of a GPU's is divided.
 
         Raises:
             CheckpointError: see `read`.
@@ -204,7 +204,7 @@ class AdapterSlots:
         of_experts: Mapping[str, Mapping[int, list[ExpertMatrices]]],
         claim: MemoryClaim,
     ) -> tuple[dict[int, Any], dict[str, dict[int, Any]]]:
-        """Lay out an adapter for the kernels: by linear layer, and by layer of experts and expert."""
+        """Pack an adapter for the kernels: by linear layer, and by layer of experts and expert."""
         parts: dict[int, Parts] = {}
         for module, each in matrices.items():
             for place in self._places.get(module, ()):
@@ -231,7 +231,7 @@ class AdapterSlots:
         return packed, experts
 
     def _weight(self, parts: Parts) -> LoraWeight:
-        """Return the matrices of a layer, of the dtype of its rows."""
+        """Join the matrices of a layer, in the dtype of its rows."""
         first_matrices: list[Tensor] = []
         second: list[LoraPart] = []
         first_rank = 0
@@ -249,7 +249,7 @@ class AdapterSlots:
         return placed
 
     def put(self, slot: int, adapter: Adapter | None) -> None:
-        """Set the adapter of a slot, None for none; between two steps."""
+        """Set or (None) clear the adapter of a slot, between two steps."""
         if adapter is None:
             self._in_slots.pop(slot, None)
         else:
@@ -261,7 +261,7 @@ class AdapterSlots:
 
 
 def _expert_parts(adapted: _AdaptedExperts, of_experts: Mapping[int, list[ExpertMatrices]]) -> dict[int, Parts]:
-    """Return an adapter's matrices of a layer of experts, by expert of those of this rank."""
+    """Return an adapter's matrices for this rank's experts of a layer, by expert."""
     layer, adapters, columns = adapted
     rows = inputs = None
     if columns is not None and layer.parameter == DOWN:
@@ -281,7 +281,7 @@ def _expert_parts(adapted: _AdaptedExperts, of_experts: Mapping[int, list[Expert
 
 
 def _count(parts: Parts) -> int:
-    """Return the number of elements of matrices, as far as they are of this rank."""
+    """Return the number of elements of this rank's parts of matrices."""
     total = 0
     for (a, b, _), (_, _, rows, inputs) in parts:
         width = a.shape[1] if inputs is None else inputs[1] - inputs[0]
@@ -290,7 +290,7 @@ def _count(parts: Parts) -> int:
 
 
 def _whole_rows(rows: Tensor | None, split: Split | None) -> Tensor | None:
-    """Return the rows of the whole weight that a layer takes, given those that it takes of this rank's part."""
+    """Convert rows of this rank's part of a weight, which a layer takes, to rows of the whole weight."""
     if split is None or split.dim != 0:
         return rows
     own = torch.cat([torch.arange(*each) for each in split.ranges])
@@ -300,7 +300,7 @@ def _whole_rows(rows: Tensor | None, split: Split | None) -> Tensor | None:
 def _places(
     linear_idx: int, rows: Tensor | None, start: int, num_rows: int, inputs: Range | None = None
 ) -> list[Place]:
-    """Return the places that rows `[start, start + num_rows)` of a stored weight have in a layer of its `rows`."""
+    """Return the places of rows `[start, start + num_rows)` of a stored weight in a layer that takes its `rows`."""
     if rows is None:
         return [Place(linear_idx, start, None, inputs)]
     columns = ((rows >= start) & (rows < start + num_rows)).nonzero().flatten()
