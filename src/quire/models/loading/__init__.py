@@ -1,1 +1,1 @@
-"""From a checkpoint to a model that runs."""
+"""Loading of a checkpoint into a model that runs."""

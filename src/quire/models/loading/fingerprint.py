@@ -1,8 +1,8 @@
 """A digest of everything besides tokens on which a model's keys and values depend: weights, configuration, kernels.
 
-Names, sizes and headers tell fine-tuned weights not apart, and no sample of their bytes does so surely. So every byte
-is read, once: the digest of a file is remembered with what the file system knows of it, and an unchanged file is
-not read again.
+Names, sizes and headers do not distinguish fine-tuned weights, and a sample of their bytes may not either. So every
+byte is read, once: the digest of a file is stored with its identity in the file system (inode, size, times), and an
+unchanged file is not read again.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ MAX_KNOWN_BYTES = 1 << 20
 
 
 def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path | None, num_bytes: int = 16) -> bytes:
-    """Return a digest that is another wherever KV could be another.
+    """Return a digest that differs whenever keys and values could differ.
 
     Args:
-        checkpoint: the model's files; where they lie does not matter.
-        layout: text of everything else: dtype, kernels, cache groups.
-        known: a JSON file that remembers the digests of files; made if it is not there or cannot be read. None reads
-            all files again.
+        checkpoint: the model's files; their paths do not matter.
+        layout: texts for everything else: dtype, kernels, cache groups.
+        known: a JSON file with known digests of files, created if it does not exist or cannot be read. None reads all
+            files again.
         num_bytes: number of bytes of the digest.
     """
     remembered = {} if known is None else _read(known)
     paths = sorted({tensor.path for tensor in checkpoint.tensors.values()})
     digests = {}
     for path in paths:
-        # Links are followed; a write to a file, or its replacement, changes one of these.
+        # Links are followed; a write to a file, or its replacement, changes one of these values.
         status = path.stat()
         name = json.dumps([status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
         digests[name] = remembered.get(name) or _digest(path)

@@ -1,4 +1,4 @@
-"""The content of a checkpoint, and how it would be served, from headers alone."""
+"""A description of a checkpoint's content, and of its form when it is served, from headers only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.models.gguf.tensor_types import TENSOR_TYPES
 from quire.models.stored_quantization import StoredQuantization, read_quantization
 from quire.models.tensors.stored_tensor import StoredTensor
 
-# Ending of the codes of stacked experts, which replaces that of a layer's weight.
+# Suffix of the codes of stacked experts, in place of ".weight".
 STACKED = "_blocks"
 FORMS = {kind.name: BLOCK_TYPES[kind.id].form for kind in TENSOR_TYPES.values() if kind.id in BLOCK_TYPES}
 
@@ -29,7 +29,7 @@ class TypeUse:
         num_tensors: number of tensors.
         num_values: number of their values.
         num_bytes: number of their bytes in files.
-        served: description of how they are served.
+        served: description of their form when they are served.
     """
 
     type: str
@@ -46,10 +46,10 @@ class Inspection:
     Args:
         format: "GGUF" or "safetensors", with the method of quantisation.
         architecture: name of the model's family.
-        num_layers, width, vocab_size, max_position: sizes of the model; 0 where no family reads it.
-        types: use of each type, by quantised layers and by others, the most bytes first.
-        metadata: fields of a GGUF file; arrays as their lengths.
-        problem: reason why the checkpoint would be refused, "" where it would be served.
+        num_layers, width, vocab_size, max_position: sizes of the model; 0 if no family reads it.
+        types: use of each type, in quantised layers and in others, the most bytes first.
+        metadata: fields of a GGUF file, with lengths in place of arrays.
+        problem: reason why the checkpoint would be refused; "" if it would be served.
     """
 
     format: str
@@ -69,7 +69,7 @@ class Inspection:
 
 
 def inspect(checkpoint: Checkpoint) -> Inspection:
-    """Describe a checkpoint from its headers; no weights are read."""
+    """Describe a checkpoint from its headers, without reading weights."""
     kind, problem = "safetensors" if checkpoint.gguf_fields is None else "GGUF", ""
     num_layers = width = vocab_size = max_position = 0
     quantized: set[str] = set()
@@ -122,7 +122,7 @@ def _types(checkpoint: Checkpoint, quantized: set[str]) -> tuple[TypeUse, ...]:
 
 
 def _served(name: str) -> str:
-    """Describe how tensors of a type are served."""
+    """Describe the form of tensors of a type when they are served."""
     form = FORMS.get(name)
     if form is None:
         return "as they are"

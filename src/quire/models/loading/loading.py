@@ -1,4 +1,4 @@
-"""From a checkpoint to a model that runs."""
+"""Construction of a decoder or an encoder from a checkpoint, and of the slots for its adapters."""
 
 from __future__ import annotations
 
@@ -48,24 +48,23 @@ def load_decoder(
     max_lora_rank: int = 0,
     ranks: RankGroup | None = None,
 ) -> Decoder:
-    """Build the decoder that a checkpoint describes, and fill it.
+    """Build a checkpoint's decoder, and load its weights.
 
     Args:
         checkpoint: the model's files.
         device: "cpu" or "cuda".
-        dtype: dtype of weights, hidden states and cache, as `choose_dtype` returns it.
+        dtype: dtype of weights, hidden states and cache, from `choose_dtype`.
         kernels, quantization, weight_packing, deterministic: kernels and the form of weights; see
             `quire.ops.make_ops`.
         max_model_len: longest context that is served, in tokens; None for the model's own limit.
-        wrap_ops: function that returns the kernels that the decoder uses, given those of the backend; None for the
-            backend's own.
+        wrap_ops: function from the backend's kernels to the kernels of the decoder; None for the backend's own.
         adapter: folder of an adapter that is merged into the weights; None for none.
-        max_lora_rank: largest rank of that.
+        max_lora_rank: largest rank of this adapter.
         ranks: ranks that share the model; this one reads its own parts of the weights. None for one process.
 
     Raises:
-        ConfigError: kernels, or weights, that cannot be had; a model that ranks cannot share, that cannot be computed
-            deterministically, or whose weights take no adapter.
+        ConfigError: kernels or a form of weights are not available; or the model cannot be divided among ranks, is not
+            deterministic, or cannot take a merged adapter.
         UnsupportedModel: no family implements the architecture or one of its options.
         CheckpointError: a tensor or a field is missing or wrong.
     """
@@ -93,7 +92,7 @@ def load_decoder(
 def _make_decoder(
     spec: ModelSpec, weight_map: WeightMap, ops: Ops, dtype: torch.dtype, device: torch.device, ranks: RankGroup | None
 ) -> tuple[Decoder, WeightMap, Mapping[str, Split] | None]:
-    """Return the decoder of this process without weights, its weight map, and the parts of weights that it has."""
+    """Return the decoder of this process without weights, its weight map, and the splits of its weights."""
     if isinstance(ranks, PipelineGroup):
         part = part_of(spec, weight_map, ranks)
         return StageDecoder(part, ops=ops, dtype=dtype, device=device, group=ranks), part.weight_map, part.splits
@@ -108,7 +107,7 @@ def _adapted_modules(
     checkpoint: Checkpoint, spec: ModelSpec, weight_map: WeightMap, decoder: Decoder, ranks: RankGroup | None
 ) -> Mapping[str, ModuleShape]:
     """Return the widths of the modules of a whole model that take adapters, by `module_key`."""
-    # Slots of a part have other shapes, or are of some layers only. The weights of this decoder are not loaded.
+    # A part has slots of other shapes, or for some layers only. The weights of this whole decoder are not loaded.
     whole = decoder if ranks is None else Decoder(spec, ops=decoder.ops, dtype=decoder.dtype, device=decoder.device)
     return module_shapes(whole.weights.slots, weight_map, _row_counter(checkpoint))
 
@@ -123,7 +122,7 @@ def load_encoder(
     weight_packing: str = "auto",
     wrap_ops: Callable[[Ops], Ops] | None = None,
 ) -> Encoder:
-    """Build the encoder that a checkpoint describes, and fill it; arguments and errors are those of `load_decoder`."""
+    """Build a checkpoint's encoder, and load its weights; for arguments and errors, see `load_decoder`."""
     _check_packing(weight_packing, dtype)
     spec, weight_map = build_encoder(without_quantization(checkpoint.config))
     check_sizes(spec, checkpoint.tensors)
@@ -145,10 +144,10 @@ def _check_packing(weight_packing: str, dtype: torch.dtype) -> None:
 def make_adapter_slots(
     checkpoint: Checkpoint, decoder: Decoder, max_rank: int, ranks: RankGroup | None = None
 ) -> AdapterSlots:
-    """Let the linear layers of a decoder take adapters.
+    """Make the linear layers of a decoder take adapters.
 
     Args:
-        checkpoint: files that the decoder was loaded from.
+        checkpoint: the decoder's files.
         decoder: decoder with all its weights.
         max_rank: largest rank of an adapter.
         ranks: ranks that share the decoder; None for one process.
@@ -167,7 +166,7 @@ def make_adapter_slots(
 
 
 def _row_counter(checkpoint: Checkpoint) -> Callable[[str], int]:
-    """Return a function from a tensor of the family to its number of rows."""
+    """Return a function from the name of a tensor of the family to its number of rows."""
     reader = TensorReader(checkpoint)
 
     def row_count(name: str) -> int:

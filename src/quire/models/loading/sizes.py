@@ -1,4 +1,4 @@
-"""Checks of the sizes in a configuration against the files, before any tensor of such a size is made."""
+"""Checks of the sizes in a configuration against the files, before tensors of these sizes are allocated."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from quire.models.tensors.stored_tensor import StoredTensor
 
 
 def check_sizes(spec: ModelSpec | EncoderSpec, tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse a model that is larger than what is stored of it.
+    """Refuse a model that is larger than its stored tensors.
 
-    Whether all shapes fit is found out when they are all known. Here it is enough that nothing is made that no tensor
-    could fill: a size is that of a dimension of some tensor, and each layer has a tensor of its own.
+    Exact shapes are checked when weights are loaded. Here it is enough that no tensor is allocated that is larger than
+    all stored ones: a size is at most the longest stored dimension, and each layer needs a tensor.
 
     Raises:
-        CheckpointError: naming the size, and the largest that is stored.
+        CheckpointError: a size is too large; the message names it, and the largest stored size.
     """
     if len(spec.layers) > len(tensors):
         raise CheckpointError(
@@ -48,7 +48,7 @@ def check_sizes(spec: ModelSpec | EncoderSpec, tensors: Mapping[str, StoredTenso
 
 
 def _encoder_sizes(spec: EncoderSpec) -> Iterator[tuple[str, int]]:
-    """Yield sizes that some dimension must have."""
+    """Yield sizes that must be dimensions of stored tensors."""
     yield "vocab_size", spec.vocab_size
     yield "hidden_size", spec.width
     yield "max_position_embeddings", spec.num_positions
@@ -58,7 +58,7 @@ def _encoder_sizes(spec: EncoderSpec) -> Iterator[tuple[str, int]]:
 
 
 def _sizes(spec: ModelSpec, longest: int) -> Iterator[tuple[str, int, int]]:
-    """Yield sizes that some dimension must have, and what it can have at most."""
+    """Yield sizes that must be dimensions of stored tensors, with their limit."""
     yield "vocab_size", spec.vocab_size, longest
     yield "hidden_size", spec.width, longest
     if spec.per_layer_inputs is not None:
@@ -91,7 +91,7 @@ def _mixer_sizes(mixer: Mixer) -> Iterator[tuple[str, int]]:
 
 
 def _convolutions(spec: ModelSpec) -> Iterator[tuple[str, int]]:
-    """Yield how many values the convolutions have."""
+    """Yield the numbers of values of convolutions."""
     name = "kernel times channels of a convolution"
     for layer in {*spec.layers}:
         for mixer in layer.parts:

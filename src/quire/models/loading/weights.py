@@ -1,4 +1,4 @@
-"""Weights: from a checkpoint's tensors into a decoder's parameters, one at a time."""
+"""Loading of a checkpoint's tensors into the parameters of a decoder or an encoder, one at a time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from quire.models.specs.spec import WeightMap
 from quire.models.tensors.dtypes import DTYPES, STORED_DTYPES
 from quire.models.tensors.layer_weight import LayerWeight
 
-# Values of a tensor that are looked at before it is taken.
+# Size of the sample of a tensor's values that is checked.
 SAMPLED = 4096
 # A NaN in a row of an embedding fails only requests with its token; some checkpoints have such rows for unused tokens.
 EMBEDDING = "embedding.weight"
 MOST_BROKEN_ROWS = 0.5
-# Left over from training, or tied to a tensor that is read: no model misses them. Scales of activations and of cached
-# keys and values are for engines that round these by stored scales; here they keep their own.
+# Suffixes of tensors that no model needs: they are left over from training, or tied to a tensor that is read. Stored
+# scales of activations, keys and values are not used, because these are quantised by their own scales here.
 HARMLESS_SUFFIXES = (
     *("rotary_emb.inv_freq", "lm_head.weight"),
-    # The pooler of BERT is a head that embeddings do not use; the ids are a list of numbers.
+    # The pooler of BERT is a head that embeddings do not use; the ids are 0, 1, 2, ...
     *("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"),
     *("input_scale", "input_zero_point", "activation_scale"),
     *("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point"),
@@ -43,16 +43,16 @@ def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
     """Choose the dtype of the weights; pure.
 
     Args:
-        option: "bfloat16", "float16", "float32", or "auto" for what the checkpoint's configuration says, and where
-            it says nothing, for what most of its numbers are stored as.
+        option: "bfloat16", "float16", "float32", or "auto" for the dtype in the checkpoint's configuration, or else the
+            dtype of most of its values.
         checkpoint: the model's files.
 
     Raises:
-        CheckpointError: "auto", and the checkpoint is of a dtype that no kernel computes in.
+        CheckpointError: "auto", and no kernel supports the checkpoint's dtype.
     """
     if option != "auto":
         return DTYPES[option]
-    # Configurations name it "dtype" nowadays and "torch_dtype" before.
+    # Older configurations have "torch_dtype" in place of "dtype".
     name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or _prevailing(checkpoint)
     if not isinstance(name, str) or name not in DTYPES:
         raise CheckpointError(
@@ -72,18 +72,19 @@ def load_weights(
 ) -> None:
     """Fill a model's parameters from a checkpoint.
 
-    Names, shapes and dtypes are all checked before the first byte is read. Files are mapped, and what was taken from
-    them is let go, so that no more than the model itself and one parameter are ever in memory.
+    All names, shapes and dtypes are checked before the first byte is read. Files are memory-mapped, and pages are
+    released after each parameter, so that only the model and one parameter are in memory.
 
     Args:
         checkpoint: the model's files.
         weight_map: parameter name -> names of the stored tensors that make it up, concatenated on dimension 0.
         model: model to fill; tensors of other dtypes than its parameters are cast.
-        splits: parts of weights that the model takes; all others are taken whole, as all are where this is None.
-        merged: adapter that is added into whole weights; None for none.
+        splits: parts of weights that the model takes; other weights are taken whole. None for no parts.
+        merged: adapter that is merged into the weights; None for none.
 
     Raises:
-        CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
+        CheckpointError: a tensor is missing, has a wrong shape or dtype, or values that are not finite; the message
+            names it.
     """
     shapes, splits = model.weights.shapes(), splits or {}
     weight_map = {name: tuple(checkpoint.sources_of(sources)) for name, sources in weight_map.items()}
@@ -95,7 +96,7 @@ def load_weights(
     for name, shape in shapes.items():
         parts = [_as_rows(reader.read(source), len(shape)) for source in weight_map[name]]
         dtype = model.weights.dtype(name)
-        if merged is not None:  # into whole weights, whatever part of them is taken
+        if merged is not None:  # into whole weights, before they are split
             for source, part in zip(weight_map[name], parts, strict=True):
                 check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
             parts = [
@@ -104,7 +105,7 @@ def load_weights(
             ]
         if name in splits:
             parts = splits[name].cut(parts, name)
-        # Parts of sources do not say which one they are of.
+        # A split may return fewer or more parts than sources, and does not name the source of each.
         sources = weight_map[name] if len(parts) == len(weight_map[name]) else weight_map[name][:1] * len(parts)
         for source, part in zip(sources, parts, strict=True):
             check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
@@ -115,7 +116,7 @@ def load_weights(
 def _check_parameter(
     checkpoint: Checkpoint, reader: TensorReader, name: str, shape: tuple[int, ...], sources: tuple[str, ...]
 ) -> None:
-    # The same one twice, where keys are values.
+    # A source occurs twice if keys are also the values.
     shapes = [_rows_shape(reader.shape(source, name), len(shape)) for source in sources]
     for source, stored in zip(sources, shapes, strict=True):
         if stored[1:] != shape[1:] or not stored:
@@ -132,7 +133,7 @@ def _check_parameter(
 
 
 def _rows_shape(shape: tuple[int, ...], num_dims: int) -> tuple[int, ...]:
-    """Return the shape of a tensor as it is read: a stack of experts' matrices is read as the rows of all."""
+    """Return the shape of a tensor as it is read: stacked experts [X, out, in] are read as [X * out, in]."""
     return shape if len(shape) != num_dims + 1 else (shape[0] * shape[1], *shape[2:])
 
 
@@ -141,32 +142,32 @@ def _as_rows(tensor: Tensor | LayerWeight, num_dims: int) -> Tensor | LayerWeigh
 
 
 def _place(checkpoint: Checkpoint, name: str) -> Path:
-    """Return the file of a tensor; of one that is stored in several, the folder."""
+    """Return the file of a tensor, or the folder if it is stored as several tensors."""
     stored = checkpoint.tensors.get(name)
     return checkpoint.folder if stored is None else stored.path
 
 
 def check_finite(checkpoint: Checkpoint, name: str, tensor: Tensor | LayerWeight, *, most: float = 0.0) -> None:
-    """Refuse a tensor whose values are infinite or no numbers: every request would fail on it.
+    """Refuse a tensor with infinite values or NaN, on which every request would fail.
 
-    A sample is looked at, which costs nothing; a single value may be missed.
+    Only a sample is checked, at almost no cost; a single value may be missed.
 
     Args:
         checkpoint: the model's files.
         name: name of the tensor.
         tensor: its values.
-        most: share of the sample that may be so.
+        most: share of the sample that may be infinite or NaN.
 
     Raises:
-        CheckpointError: there are more.
+        CheckpointError: the share is larger.
     """
     if isinstance(tensor, LayerWeight):
         num_rows, width = tensor.weight.shape
         step, blocks = max(1, num_rows * width // SAMPLED), tensor.weight.blocks
         if blocks is not None and bool(blocks.factors_of(step).isfinite().all()):
-            return  # the codes of blocks are whole numbers
+            return  # codes of blocks are always finite
         tensor = tensor.weight.dequantize(slice(0, num_rows, step))
-    # An odd step goes through the columns of a matrix, of which most have an even number.
+    # An odd step visits all columns of a matrix, because their number is usually even.
     sample = tensor.flatten()[:: max(1, tensor.numel() // SAMPLED) | 1]
     if int(sample.isfinite().sum()) < (1 - most) * sample.numel():
         count = tensor.numel() - int(tensor.isfinite().sum())
@@ -185,7 +186,7 @@ def _warn_of_unused(checkpoint: Checkpoint, reader: TensorReader, weight_map: We
 
 
 def _prevailing(checkpoint: Checkpoint) -> str:
-    """Return the name of the dtype that most of the checkpoint's numbers are stored as."""
+    """Return the name of the dtype of most of the checkpoint's values."""
     sizes: Counter[str] = Counter()
     for stored in checkpoint.tensors.values():
         size = 1
