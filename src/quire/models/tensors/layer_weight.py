@@ -13,9 +13,9 @@ class LayerWeight(NamedTuple):
     """The quantised weight of a layer, or of all experts of a layer.
 
     Args:
-        weight: weight [N, K]; of stacked experts [E * N, K], where the rows of expert e begin at e * N.
-        input_order: int64 [K], index of the layer's input that column k multiplies; None where that is k. The layer
-            is `inputs[:, input_order] @ weight.T`.
+        weight: weight [N, K]; for stacked experts [E * N, K], with the rows of expert e from e * N on.
+        input_order: int64 [K], index of the layer's input for column k; None for k. The layer is
+            `inputs[:, input_order] @ weight.T`.
     """
 
     weight: QuantizedWeight

@@ -1,4 +1,4 @@
-"""A checkpoint's file in memory: mapped, and let go part by part."""
+"""A checkpoint's file, memory-mapped; pages are released after each tensor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from quire.models.tensors.stored_tensor import StoredTensor
 
 
 class MappedFile:
-    """The tensors of one file, whose bytes are read when they are looked at."""
+    """The tensors of one file, whose bytes are read on access."""
 
     def __init__(self, stored: StoredTensor) -> None:
         with stored.path.open("rb") as file:
-            # For writing, because torch warns of tensors that it cannot write to; what is written stays in memory.
+            # Writable, because torch warns about read-only tensors; writes are private to this process.
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def tensor(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-        """Return a tensor as it lies in the file, which can change or vanish: copy what is to be kept."""
+        """Return a view of the mapped file (misaligned: a copy), which changes with the file: copy it to keep it."""
         count = prod(stored.shape)
         if count == 0:
             return torch.empty(stored.shape, dtype=dtype)
@@ -28,11 +28,11 @@ class MappedFile:
         return tensor if stored.offset % dtype.itemsize == 0 else tensor.clone()
 
     def bytes_of(self, stored: StoredTensor) -> Tensor:
-        """Return the bytes of a tensor as they lie in the file, uint8 [num_bytes]."""
+        """Return a view of a tensor's bytes, uint8 [num_bytes]."""
         return torch.frombuffer(self._bytes, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
 
     def let_go(self, stored: StoredTensor) -> None:
-        """Have pages that lie in a tensor wholly leave this process; looked at again, they are read again."""
+        """Release the pages that are completely inside a tensor; they are read again on access."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         first = -(-stored.offset // mmap.PAGESIZE) * mmap.PAGESIZE

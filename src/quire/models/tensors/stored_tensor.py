@@ -1,4 +1,4 @@
-"""The place of a tensor in a checkpoint's file, and how it is read."""
+"""The place of a tensor in a checkpoint's file, and the function that decodes it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:  # planning reads configurations without torch
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies and what its file's header says of it.
+    """A tensor's place in a file, and its description in the file's header.
 
     Args:
         path: file of the tensor.
         dtype: name of its dtype: "BF16", "F16", "F32", ..., or of a quantised type ("Q4_K").
-        shape: shape as the model's family names it.
+        shape: shape in the model's family.
         offset: offset of its first byte in the file.
         num_bytes: number of its bytes.
-        decode: function from its bytes, uint8 [num_bytes], to its values; None where they lie as the family has them.
+        decode: function from its bytes, uint8 [num_bytes], to its values; None if they are stored plain, in order.
     """
 
     path: Path
