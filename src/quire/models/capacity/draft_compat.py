@@ -1,4 +1,4 @@
-"""Whether a draft model, or the target's own MTP head, can make drafts, as far as configurations tell."""
+"""Checks from configurations whether a draft model, or the target's own MTP head, can make drafts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def mtp_spec(model: str, target: ModelSpec, *, is_stored: bool = True) -> ModelS
     Args:
         model: name of the target, for messages.
         target: the target model.
-        is_stored: False where the checkpoint lacks the tensors of the head.
+        is_stored: False if the checkpoint lacks the tensors of the head.
 
     Raises:
-        ConfigError: the target has no head, or one of several layers or with an embedding of its own.
+        ConfigError: the target has no head, or one with several layers or its own embedding.
     """
     if target.mtp is None or not is_stored:
         raise ConfigError(
@@ -31,7 +31,7 @@ def mtp_spec(model: str, target: ModelSpec, *, is_stored: bool = True) -> ModelS
 
 
 def check_draft(config: EngineConfig, target: ModelSpec, draft: ModelSpec) -> None:
-    """Refuse a draft model that has another vocabulary size, or was made for contexts that are too short.
+    """Refuse a draft model with another vocabulary size, or for contexts that are too short.
 
     Args:
         config: engine options, with a draft model.
@@ -39,7 +39,7 @@ def check_draft(config: EngineConfig, target: ModelSpec, draft: ModelSpec) -> No
         draft: the draft model.
 
     Raises:
-        ConfigError: with both numbers.
+        ConfigError: the models do not match; the message has both numbers.
     """
     name = config.speculative.draft_model
     if draft.vocab_size != target.vocab_size:

@@ -1,4 +1,4 @@
-"""The memory of a GPU beside weights and KV cache: of steps, as an engine there measures it, and of captured steps."""
+"""The memory of a GPU besides weights and KV cache: of steps, which an engine would measure, and of captured steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quire.models.specs.spec import ModelSpec
 def plan_gpu(
     config: EngineConfig, specs: Sequence[ModelSpec], max_model_len: int, element_bytes: int, memory_bytes: int
 ) -> GPUPlan:
-    """Return how the memory of a GPU is divided, as far as weights and KV cache are not concerned.
+    """Return the memory of a GPU besides weights and KV cache.
 
     Args:
         config: engine options.
-        specs: the model, and a draft model or head; of ranks, one's part of each.
+        specs: the model, and a draft model or head; or one rank's part of each.
         max_model_len: maximum number of tokens of a sequence.
         element_bytes: bytes of an element of the weights' dtype.
         memory_bytes: memory of the GPU.
@@ -44,12 +44,12 @@ def plan_gpu(
 
 
 def step_cost(gpu: GPUPlan | None) -> StepCost | None:
-    """Return the cost of a step for `pool_blocks`; what grows with cached tokens is too little to count."""
+    """Return the cost of a step for `pool_blocks`, without the small part that grows with cached tokens."""
     return None if gpu is None else StepCost(fixed_bytes=gpu.step_bytes + gpu.graph_bytes)
 
 
 def _graph_bytes(config: EngineConfig, specs: Sequence[ModelSpec], sizes: StepSizes) -> int:
-    """Return the bytes of captured steps: of the model, and of passes that make drafts, which ranks do not capture."""
+    """Return the bytes of captured steps, and of passes that make drafts, which ranks do not capture."""
     rows = capture_sizes(replace(config, model=replace(config.model, kernels="triton")), "cuda")
     if not rows:
         return 0

@@ -1,7 +1,7 @@
 """The KV memory that an engine would have, from `config.json` and options alone.
 
-One path, with the engine's own functions at each step; only the memory of the machine is stated instead of probed, and
-that of a step on a GPU estimated instead of measured:
+Each step is a function of the engine; only the memory of the machine is stated instead of probed, and the memory of a
+step on a GPU is estimated instead of measured:
 
 ```
 config.json  ->  family  ->  ModelSpec  ->  cache specs  ->  ArenaSizing  ->  MemoryPlan
@@ -34,15 +34,15 @@ from quire.models.specs.cache_layout import cache_specs
 from quire.models.specs.parameter_estimate import smaller_forms, weight_bytes
 from quire.models.specs.spec import ModelSpec, StateCacheShape, TokenCacheShape
 
-# The method of checkpoints of which the experts, and nothing else, are stored quantised.
+# The method of checkpoints that store only experts quantised.
 MXFP4 = "mxfp4"
-# Blocks of a pool in which not even the null blocks fit.
+# Number of blocks of a pool without room for the null blocks.
 NO_BLOCKS = -1
 UNCOUNTED = (
     "The memory of steps on the GPU is estimated. Not counted are the CUDA context, and what the driver keeps of each "
     "captured step."
 )
-# Sequence lengths of a plan that asks for none: those below `max_model_len`, and `max_model_len` itself.
+# Default sequence lengths of a plan: these below `max_model_len`, and `max_model_len` itself.
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
@@ -53,11 +53,11 @@ class _Model:
     Args:
         architecture: name of the architecture.
         raw: content of `config.json`.
-        spec: the model, as its family reads it; of several GPUs, the layers of one.
-        stored: the same with the tables and the head that are stored there.
-        stored_bytes: number of bytes of the weights in a GGUF file, which memory takes about as many of; None for
-            other checkpoints.
-        method: method by which the weights of another checkpoint are quantised; None where they are not.
+        spec: the model, or the layers of one of several GPUs.
+        stored: `spec` with the tables and the head that this GPU stores.
+        stored_bytes: bytes of the weights in a GGUF file, which take about as many in memory; None for other
+            checkpoints.
+        method: quantisation method of another checkpoint; None for plain weights.
     """
 
     architecture: str
@@ -82,10 +82,10 @@ class _Model:
         return cls(str(raw["architectures"][0]), raw, spec, spec, stored_bytes, method_name)
 
     def divided(self, parallel: ParallelConfig) -> _Model:
-        """Return the part that one of several GPUs has."""
+        """Return the part of one of several GPUs."""
         if parallel.tensor_parallel_size == 1:
             return self
-        from quire.models.capacity.rank_part import rank_spec, stored_spec  # with torch
+        from quire.models.capacity.rank_part import rank_spec, stored_spec  # imports torch
 
         spec, num_bytes = rank_spec(self.spec, parallel), self.stored_bytes
         share = None if num_bytes is None else -(-num_bytes // parallel.tensor_parallel_size)
@@ -105,15 +105,15 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
 
     Raises:
         UnsupportedModel: the engine does not run this model.
-        ConfigError: an option that cannot be honoured, or a configuration that cannot be read; the message says which
-            field, and what is allowed.
+        ConfigError: an option cannot be honoured, or the configuration cannot be read; the message names the field and
+            the allowed values.
     """
     options = request.config.model
     notes: list[str] = []
     target = _Model.read(options.model, options.revision, options.stored_quantization)
     draft = _read_draft(request, target)
     target = target.divided(request.config.parallel)
-    # Each rank has a draft model as a whole, to make drafts.
+    # Each rank has the whole draft model.
     if draft is not None and request.config.speculative.draft_model is None:
         draft = draft.divided(request.config.parallel)
     models = (target,) if draft is None else (target, draft)
@@ -170,15 +170,15 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     )
 
 
-# ---- what the configuration says ----
+# ---- the configuration ----
 
 
 def _read_draft(request: PlanRequest, target: _Model) -> _Model | None:
-    """Read the draft model, or the target's MTP head, if one makes drafts, and check that it can."""
+    """Return the draft model, or the target's MTP head, after a check; None if the options ask for neither."""
     name = request.config.speculative.draft_model
     if request.config.speculative.speculative_method == "mtp":
         head = mtp_spec(request.config.model.model, target.spec)
-        # A GGUF file's bytes have the head's among them.
+        # The bytes of a GGUF file include the head's.
         return replace(target, architecture="MTP head", spec=head, stored=head, stored_bytes=target.stored_bytes and 0)
     if name is None:
         return None
@@ -188,7 +188,7 @@ def _read_draft(request: PlanRequest, target: _Model) -> _Model | None:
 
 
 def _weights_dtype(option: str, raw: Mapping[str, Any], notes: list[str]) -> str:
-    """Return the dtype of the weights, as the engine chooses it as far as that is possible without them."""
+    """Return the dtype of the weights that the engine would choose, as far as it depends on no weights."""
     if option != "auto":
         return option
     part = raw.get("text_config")
@@ -207,7 +207,7 @@ def _weights_dtype(option: str, raw: Mapping[str, Any], notes: list[str]) -> str
 
 
 def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -> int | None:
-    """Return the bytes of the weights of all models; None where the plan is given no memory to take them off."""
+    """Return the bytes of the weights of all models; None if the request states no memory."""
     if request.memory_bytes is None:
         return None
     weights_bytes = request.weights_bytes
@@ -226,13 +226,13 @@ def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -
 
 
 def _estimate(request: PlanRequest, model: _Model, dtype: str, form: Quantization | None) -> int:
-    """Return about how many bytes the weights of a model take; a draft model is loaded in the dtype of its target."""
+    """Estimate the bytes of a model's weights; a draft model is loaded in the dtype of its target."""
     element_bytes, is_mxfp4 = CACHE_DTYPES[dtype].element_bytes, model.method == MXFP4
     return weight_bytes(model.stored, element_bytes, form, request.device, is_mxfp4=is_mxfp4)
 
 
 def _smaller_weights(request: PlanRequest, models: Sequence[_Model], dtype: str) -> str:
-    """Return a proposal to round the weights, with what each form takes; "" where their size is not an estimate."""
+    """Return a proposal to round the weights, with the bytes of each form; "" if their size is not an estimate."""
     given = request.config.model.quantization
     if request.weights_bytes is not None or any(each.method or each.stored_bytes is not None for each in models):
         return ""
@@ -244,18 +244,18 @@ def _smaller_weights(request: PlanRequest, models: Sequence[_Model], dtype: str)
     return "".join(f"{each}; " for each in proposals)
 
 
-# ---- how large everything is ----
+# ---- sizes ----
 
 
 def _specs(request: PlanRequest, models: Sequence[_Model], dtypes: _Dtypes) -> tuple[KVCacheSpec, ...]:
-    """Return the cache specs of all models, those of the target first."""
+    """Return the cache specs of all models, the target's first."""
     input_bytes = CACHE_DTYPES[dtypes.weights].element_bytes
     sizes = request.config.cache.block_size, CACHE_DTYPES[dtypes.cache], input_bytes
     return tuple(spec for model in models for spec in cache_specs(model.spec, *sizes))
 
 
 def _plan_gpu(request: PlanRequest, models: Sequence[_Model], max_model_len: int, dtype: str) -> GPUPlan | None:
-    """Return the memory of a GPU and of its steps; None on a CPU, and without a memory."""
+    """Return the memory of a GPU and of its steps; None on a CPU, or if the request states no memory."""
     if not request.is_gpu or request.memory_bytes is None:
         return None
     specs, element_bytes = [each.spec for each in models], CACHE_DTYPES[dtype].element_bytes
@@ -269,7 +269,7 @@ def _size_arena(
     weights_bytes: int | None,
     gpu: GPUPlan | None,
 ) -> ArenaSizing:
-    """Return the arena that an engine with these options would have; of no bytes without a budget."""
+    """Return the arena that an engine with these options would have; an empty arena without a budget."""
     if not request.has_budget:
         return ArenaSizing.of(specs, 0)
     cache, max_num_seqs = request.config.cache, request.config.scheduler.max_num_seqs
@@ -291,7 +291,7 @@ def _size_arena(
         most_bytes(specs, max_model_len, max_num_seqs, cache.state_snapshot_interval),
         step_cost(gpu),
     )
-    # A GPU may have less than nothing left.
+    # The number is negative if a GPU has too little memory.
     return size_pool(specs, max(num_blocks, NO_BLOCKS))
 
 
@@ -340,7 +340,7 @@ def _length_plan(request: PlanRequest, sizing: ArenaSizing, num_tokens: int) -> 
 
 
 def _never(sizing: ArenaSizing, groups: Sequence[GroupPlan], longest: int, max_model_len: int) -> str:
-    """Return a sentence that says which prompts never fit, and why."""
+    """Return a sentence about the prompts that never fit, with the reason."""
     if longest == max_model_len:
         return f"Prompts of {max_model_len:,} tokens and more never fit: max_model_len leaves no room for a new token."
     shortage = sizing.shortage(longest + 1)

@@ -10,22 +10,22 @@ from quire.errors import ConfigError
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
 
-# A context that is fitted to the memory has at least this many tokens: a shorter one would surprise more than an error.
+# Minimum of a context that is fitted to the memory; a shorter one would surprise users more than an error.
 MIN_FITTED_CONTEXT = 512
 
 
 def size_pool(groups: Sequence[KVCacheSpec], num_blocks: int) -> ArenaSizing:
-    """Return the arena in which each cache group of tokens has `num_blocks` blocks, null blocks besides."""
+    """Return the arena with `num_blocks` blocks, besides null blocks, for each cache group of tokens."""
     return ArenaSizing.of(groups, arena_bytes(groups, num_blocks))
 
 
 def fit_context(
     config: EngineConfig, groups: Sequence[KVCacheSpec], machine: Machine, max_position: int, step: StepCost
 ) -> tuple[EngineConfig, int | None]:
-    """Return the options with the longest context that the memory holds, where they leave it open.
+    """Return the options with the longest context that fits the memory, and the model's limit if it was cut, else None.
 
-    Also returned is the limit that the context was cut from, None where it was not cut. The options stay
-    as they are where the memory holds the model's own limit, or less than `MIN_FITTED_CONTEXT` tokens.
+    The options are not changed if they set `max_model_len`, or if the memory holds the model's own limit, or less than
+    `MIN_FITTED_CONTEXT` tokens.
 
     Args:
         config: options of the engine.
@@ -59,27 +59,27 @@ def fit_context(
 
 
 def _without(sizing: ArenaSizing, count: int) -> ArenaSizing:
-    """Return the sizing of an arena that has `count` slabs less."""
+    """Return the sizing of an arena with `count` fewer slabs."""
     return replace(sizing, layout=sizing.layout._replace(num_slabs=sizing.layout.num_slabs - count))
 
 
 def num_slabs(sizing: ArenaSizing, share: float) -> int:
-    """Return the slabs (with one group: blocks) that a share of the arena may fill."""
+    """Return the number of slabs (with one group: blocks) in a share of the arena."""
     return int(sizing.layout.num_slabs * share)
 
 
 def num_kept_free(sizing: ArenaSizing, watermark: float) -> int:
-    """Return the slabs (with one group: blocks) of the watermark: the nearest whole number; see decision 011."""
+    """Return the number of slabs (with one group: blocks) of the watermark, rounded; see decision 011."""
     return int(sizing.layout.num_slabs * watermark + 0.5)
 
 
 def memory_concurrency(config: EngineConfig, sizing: ArenaSizing, num_tokens: int, device: str) -> int:
-    """Return how many sequences of `num_tokens` tokens the memory lets run at once.
+    """Return the number of sequences of `num_tokens` tokens that the memory holds at once.
 
     `max_num_seqs` may allow fewer.
 
     Args:
-        config: the options; the watermark and the tokens of a step count.
+        config: engine options, of which the watermark and the tokens of a step are read.
         sizing: sizing of the arena.
         num_tokens: tokens of each sequence.
         device: "cpu" or "cuda", on which the default tokens of a step depend.
@@ -95,7 +95,7 @@ def check_pin_limit(resolved: ResolvedConfig, sizing: ArenaSizing) -> None:
     """Refuse a pin limit that leaves no room for a sequence of `max_model_len` tokens.
 
     Raises:
-        ConfigError: with the numbers.
+        ConfigError: the limit is too large; the message has the numbers.
     """
     total = sizing.layout.num_slabs
     num_pinned = num_slabs(sizing, resolved.pin_limit)

@@ -1,6 +1,6 @@
-"""The part of a model that one of several GPUs has.
+"""The part of a model on one of several GPUs.
 
-What divides models brings torch in, so planning imports this only where there are several.
+Sharding imports torch, so planning imports this module only for several GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.models.specs.spec import ModelSpec
 
 
 def rank_spec(spec: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
-    """Return the layers that the first rank computes; the vocabulary is the whole one.
+    """Return the model with the first rank's part of the layers, and the whole vocabulary.
 
     Raises:
         ConfigError: heads or columns of a layer cannot be divided among the ranks; the message names them.
@@ -22,7 +22,7 @@ def rank_spec(spec: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
 
 
 def stored_spec(spec: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
-    """Return a model with the tables and the head that the first rank stores, given the layers that it computes."""
+    """Return `spec`, the first rank's layers, with the first rank's part of the tables and the head."""
     share = _share(parallel)
     inputs = spec.per_layer_inputs
     if inputs is not None:

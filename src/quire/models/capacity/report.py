@@ -10,12 +10,12 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The options that a plan is made for.
+    """The options of a plan.
 
     Args:
         config: engine options. Device "cuda" plans for a GPU, or with `tensor_parallel_size` for one of several.
-        memory_bytes: memory of the whole machine, or of its GPU; None where only the size of the cache counts.
-        weights_bytes: bytes of the weights on it, a draft model's included; None for an estimate.
+        memory_bytes: memory of the whole machine, or of its GPU; None if only the size of the cache is given.
+        weights_bytes: bytes of the weights in this memory, including a draft model's; None for an estimate.
         lengths: sequence lengths in tokens; empty for the planner's `LENGTHS`.
     """
 
@@ -43,17 +43,17 @@ class PlanRequest:
 
     @property
     def is_gpu(self) -> bool:
-        """True when the plan is for a GPU."""
+        """True if the plan is for a GPU."""
         return self.device == "cuda"
 
     @property
     def device(self) -> str:
-        """Device of the plan, "cpu" or "cuda": "auto" is the CPU here, whatever this machine has."""
+        """Device of the plan, "cpu" or "cuda"; "auto" is the CPU here, even on a machine with a GPU."""
         return "cuda" if self.config.model.device == "cuda" else "cpu"
 
     @property
     def has_budget(self) -> bool:
-        """True when an option sets the bytes of the cache."""
+        """True if the memory or an option determines the bytes of the cache."""
         cache = self.config.cache
         return any(each is not None for each in (self.memory_bytes, cache.kv_cache_memory_bytes, cache.num_kv_blocks))
 
@@ -63,12 +63,12 @@ class GroupPlan:
     """One cache group.
 
     Args:
-        kind: description of the tokens or states that its layers keep.
-        is_draft: whether the layers are those of the draft model or of the MTP head.
+        kind: description of the tokens or states in the cache.
+        is_draft: whether the layers belong to the draft model or the MTP head.
         num_layers: number of layers.
         bytes_per_token, bytes_per_block: bytes of all layers together; None for a group of states.
         bytes_per_sequence: bytes of a state; None for a group of blocks.
-        num_blocks: number of blocks, or states, if the group had the whole arena; None without a budget.
+        num_blocks: number of blocks, or states, in the whole arena without other groups; None without a budget.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class LengthPlan:
 
     Args:
         num_tokens: length of each sequence.
-        sequence_bytes: most bytes that one sequence holds while it grows to that length.
+        sequence_bytes: most bytes of one sequence while it grows to this length.
         concurrency: number of sequences that run at once, at most `max_num_seqs`; None without a budget.
     """
 
@@ -97,14 +97,14 @@ class LengthPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPUPlan:
-    """The memory of a GPU beside weights and KV cache. All sizes are in bytes.
+    """The memory of a GPU besides weights and KV cache. All sizes are in bytes.
 
     Args:
-        memory_bytes: its memory.
-        gpu_memory_utilization: share of it for weights, steps and the KV cache together.
-        tensor_parallel_size: number of GPUs that share the model, of which the plan is for one.
-        step_bytes: estimate of the most that a step takes.
-        graph_bytes: estimate of what captured steps keep, without what the driver keeps of each.
+        memory_bytes: memory of the GPU.
+        gpu_memory_utilization: share of this memory for weights, steps and the KV cache together.
+        tensor_parallel_size: number of GPUs that share the model; the plan is for one of them.
+        step_bytes: estimate for the largest step.
+        graph_bytes: estimate for captured steps, without the driver's memory for each.
     """
 
     memory_bytes: int
@@ -116,25 +116,25 @@ class GPUPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The KV memory of a model, and of its draft model where there is one. All sizes are in bytes.
+    """The KV memory of a model, and of its draft model if there is one. All sizes are in bytes.
 
     Args:
         model, architecture: name of the model and of its architecture.
-        draft_model, draft_architecture: the same of the draft model; None without one. Of drafts by the model's own MTP
-            head, only the latter.
+        draft_model, draft_architecture: the same for the draft model; None without one. For the model's own MTP head,
+            only the architecture.
         dtype, kv_cache_dtype: dtype of the weights, and of keys and values.
         block_size: tokens per block.
         max_model_len: longest sequence that the engine accepts, in tokens.
-        groups: cache groups, those of blocks before those of states; then those of the draft model or head.
+        groups: cache groups, token caches before states; then the groups of the draft model or head.
         bytes_per_token: bytes of one token in all groups.
-        weights_bytes: bytes of the weights of both models; None where the plan is given no memory.
+        weights_bytes: bytes of the weights of both models; None if the request states no memory.
         is_weights_estimate: whether `weights_bytes` was estimated.
-        gpu: memory of a GPU and of its steps; None on a CPU, and where the plan is given no memory.
+        gpu: memory of a GPU and of its steps; None on a CPU, or if the request states no memory.
         arena_bytes: bytes of the cache, null blocks included; None without a budget.
         longest: longest sequence that fits, prompt and output together, at most `max_model_len`; None without a budget.
-        never: sentence that says which prompts never fit, and why; None without a budget.
+        never: sentence about the prompts that never fit, with the reason; None without a budget.
         lengths: plans for single sequence lengths.
-        sequence_bytes: most bytes that a sequence holds while it grows to `max_model_len` tokens.
+        sequence_bytes: most bytes of a sequence while it grows to `max_model_len` tokens.
         notes: assumptions of the numbers.
     """
 
@@ -160,5 +160,5 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """True unless a sequence of `max_model_len` tokens is too much for the budget."""
+        """True unless a sequence of `max_model_len` tokens exceeds the budget."""
         return self.longest is None or self.longest == self.max_model_len

@@ -1,8 +1,8 @@
-"""The memory of a step on a GPU, estimated from a `ModelSpec`: what the engine measures there at start.
+"""The memory of a step on a GPU, which the engine measures at start, estimated from a `ModelSpec`.
 
-Counted are the tensors that live at the same time with Triton's kernels, in the steps that the engine runs for its
-measurement: the largest prefill, and decodes of `max_num_seqs` sequences that ask for all that sampling has. Each
-formula names its tensors in the order in which they are made; `tests/capacity/test_step_memory.py` compares it with
+Tensors count that are alive at the same time with Triton's kernels, in the steps that the engine measures: the largest
+prefill, and decodes of `max_num_seqs` sequences with all options of sampling. Each formula names its tensors in the
+order in which they are made; `tests/capacity/test_step_memory.py` compares it with
 the live tensors of real steps.
 """
 
@@ -17,20 +17,20 @@ from quire.models.specs.spec import FFN, Attention, Experts, GatedMLP, LayerSpec
 # Bytes of float32 and int64.
 WIDE: Final = 4
 INDEX: Final = 8
-# Inputs of a rounded row that share a scale, and the bytes of these inputs in float16 and of the scale.
+# Inputs of a rounded row that share a scale, and the bytes of these inputs in float16 and their scale.
 ROUNDED_GROUP: Final = 32
 ROUNDED_GROUP_BYTES: Final = ROUNDED_GROUP * 2 + WIDE
 # Bytes of the parameters of a row's token: id, position and slot.
 ROW_BYTES: Final = 3 * INDEX
-# Bytes for each logit where `typical_p` is asked for. In float32: the logits, a copy for the sampler that waits, the
-# raw ones for log probabilities, and a copy to filter. Beside them, in float64, while it sorts: surprises, shares,
-# distances and the sorted ones with their indices; while it sums: surprises, shares, indices, shares in their order,
+# Bytes for each logit with `typical_p`. In float32: the logits, a copy for the device sampler, the raw logits for
+# log probabilities, and a copy to filter. Besides, in float64, while it sorts: surprisals, probabilities, distances,
+# and the sorted distances with their indices; while it sums: surprisals, probabilities, indices, sorted probabilities,
 # sums and differences.
 COPIES: Final = 4 * WIDE
 SORTING: Final = 4 * 8 + INDEX
 SUMMING: Final = 5 * 8 + INDEX
-# Scratch memory of torch's sort on a GPU (`SortStable.cu`): of many rows, indices to begin with, and a second copy of
-# numbers and indices; few rows are sorted as one, by pairs of an index and a row.
+# Scratch memory of torch's sort on a GPU (`SortStable.cu`): for many rows, initial indices, and a second copy of values
+# and indices; few rows are sorted together, by pairs of an index and a row.
 SORT_SCRATCH: Final = 24
 SORT_SCRATCH_OF_FEW: Final = 40
 MANY_ROWS: Final = 128
@@ -47,7 +47,7 @@ class StepSizes(NamedTuple):
         max_model_len: tokens of a sequence.
         num_draft_tokens: drafts of a sequence.
         element_bytes: bytes of an element of the weights' dtype.
-        is_rounded: weights are rounded, so that products are summed in float32 first.
+        is_rounded: weights are rounded, so that products are summed in float32.
         num_ranks: GPUs that share the model.
         has_sort_scratch: whether sorts have scratch memory, as on a GPU.
     """
@@ -63,18 +63,18 @@ class StepSizes(NamedTuple):
 
     @property
     def num_prefill_rows(self) -> int:
-        """Tokens of the largest step of prompts."""
+        """Tokens of the largest prefill step."""
         return min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
 
     @property
     def num_decode_rows(self) -> int:
-        """Rows of a step of decodes: one for each sequence and each of its drafts."""
+        """Rows of a decode step: one for each sequence and each of its drafts."""
         most = self.max_num_batched_tokens // self.max_num_seqs - 1
         return self.max_num_seqs * (1 + max(0, min(self.num_draft_tokens, most, self.max_model_len - 2)))
 
 
 def step_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    """Return the most bytes that a step takes besides weights and KV cache, in tensors that live at the same time."""
+    """Return the most bytes of a step besides weights and KV cache, in tensors that are alive at the same time."""
     prefill = sizes.num_prefill_rows * _layers_bytes(spec, sizes, is_last=False)
     return max(prefill, sizes.num_decode_rows * max(_layers_bytes(spec, sizes), _sampling_bytes(spec, sizes)))
 
@@ -82,12 +82,12 @@ def step_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
 def captured_bytes(
     spec: ModelSpec, sizes: StepSizes, num_rows: int, num_table_entries: int, *, makes_drafts: bool = False
 ) -> int:
-    """Return the bytes of captured decode steps, as far as they are tensors: smaller steps lie in the largest one's.
+    """Return the bytes of the tensors of captured decode steps; smaller steps share the largest step's.
 
-    What the driver keeps of each step is not known without a GPU.
+    The driver's memory for each captured step is unknown without a GPU.
     """
     outputs, live = spec.width * sizes.element_bytes, _layers_bytes(spec, sizes)
-    if sizes.num_ranks == 1:  # steps of ranks end before the head
+    if sizes.num_ranks == 1:  # captured steps of ranks end before the head
         outputs += INDEX if makes_drafts else spec.vocab_size * WIDE
         live = max(live, _head_bytes(spec, sizes))
     return num_rows * (outputs + live) + num_table_entries * INDEX
@@ -99,14 +99,14 @@ def captured_bytes(
 def _sampling_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     num_rows = sizes.num_decode_rows
     scratch = 0 if not sizes.has_sort_scratch else SORT_SCRATCH if num_rows >= MANY_ROWS else SORT_SCRATCH_OF_FEW
-    # Rows of drafts are not copied for the sampler that waits.
+    # Rows of drafts are not copied for the device sampler.
     copies = COPIES if num_rows == sizes.max_num_seqs else COPIES - WIDE
     sampling = spec.vocab_size * (copies + max(SORTING + scratch, SUMMING))
     return spec.width * sizes.element_bytes + max(sampling, _head_bytes(spec, sizes))
 
 
 def _head_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    """Hidden state and the normed one; products, then logits in float32. A rounded head has rows and logits of it."""
+    """Hidden states and normed ones; products, then float32 logits. A rounded head has float32 rows and logits."""
     element = sizes.element_bytes
     if sizes.is_rounded:
         product = _product(spec.vocab_size, spec.width, sizes._replace(element_bytes=WIDE))
@@ -124,9 +124,9 @@ def _layers_bytes(spec: ModelSpec, sizes: StepSizes, *, is_last: bool = True) ->
     # Embedding and residual; cosines and sines of each rotation.
     held = ROW_BYTES + (2 * spec.width + sum(2 * head_dim for _, head_dim in head_dims)) * element
     if spec.is_mtp:
-        # Hidden states of the target, as they are, normed, and moved by a row; embeddings, and pairs of both.
+        # Hidden states of the target, also normed, and moved by a row; embeddings, and pairs of both.
         held += 6 * spec.width * element
-    # Inputs of layers, which are added up from others as large.
+    # Per-layer inputs, which are sums of tensors of the same size.
     told = 0 if spec.per_layer_inputs is None else len(spec.layers) * spec.per_layer_inputs.width * element
     held += told
     end = len(spec.layers) if is_last else spec.last_cached_layer
@@ -139,17 +139,17 @@ def _layers_bytes(spec: ModelSpec, sizes: StepSizes, *, is_last: bool = True) ->
 
 
 def _product(num_columns: int, width: int, sizes: StepSizes) -> int:
-    """Return the bytes of a product: with rounded weights, also of rounded rows, their scales, and sums in float32."""
+    """Return the bytes of a product; with rounded weights, including rounded rows, their scales, and float32 sums."""
     if not sizes.is_rounded:
         return num_columns * sizes.element_bytes
     return num_columns * (sizes.element_bytes + WIDE) + -(-width // ROUNDED_GROUP) * ROUNDED_GROUP_BYTES
 
 
 def _added(layer: LayerSpec, in_width: int, width: int, scale: float, sizes: StepSizes) -> int:
-    """Return the bytes of the last product of half a layer, and of its norm, until it is in the residual."""
+    """Return the bytes of the last product of half a layer, and of its norm, until it is added to the residual."""
     element = sizes.element_bytes
     product = _product(width, in_width, sizes)
-    if sizes.num_ranks > 1:  # parts of two ranks, or slices of all, and their sum in float32
+    if sizes.num_ranks > 1:  # parts of two ranks, or slices of all, and their float32 sum
         product += width * (2 * element + WIDE)
     if layer.post_norm is not None:
         return max(product, 3 * width * element)
@@ -166,18 +166,18 @@ def _mixer_peaks(layer: LayerSpec, width: int, sizes: StepSizes) -> Iterator[int
 
 
 def _mixer(mixer: Mixer, width: int, sizes: StepSizes) -> tuple[int, Sequence[int]]:
-    """Return the number of values that a mixer gives to its last product, and the bytes of its peaks before that."""
+    """Return the input width of a mixer's last product, and the bytes of the mixer's peaks before it."""
     element = sizes.element_bytes
     match mixer:
         case Attention():
             queries = mixer.num_heads * mixer.head_dim
             projected = queries + (0 if mixer.source is not None else 2 * mixer.num_kv_heads * mixer.head_dim)
             product = _product(projected, width, sizes)
-            # Queries, keys and values; prepared queries; what they gather; gates and what these let through.
+            # Queries, keys and values; prepared queries; the attention's output; gates and the gated output.
             gathered = (4 if mixer.output_gate else 2) * queries * element
             return queries, (product, (projected + queries) * element, gathered)
         case ShortConv():
-            # Three projections; their product; what comes of the convolution.
+            # Three projections; their product; the convolution's output.
             product = _product(3 * mixer.num_channels, width, sizes)
             return mixer.num_channels, (product, 5 * mixer.num_channels * element)
         case Mamba2():
@@ -192,7 +192,7 @@ def _mixer(mixer: Mixer, width: int, sizes: StepSizes) -> tuple[int, Sequence[in
             projected = mixer.num_channels + mixer.inner + 2 * mixer.num_value_heads
             keys = mixer.num_key_heads * mixer.key_dim
             held = (projected + mixer.num_channels) * element + 2 * keys * WIDE
-            # Queries that are scaled, and outputs, in float32; what chunks keep, then normed outputs and gates.
+            # Scaled queries and outputs, in float32; tensors of chunks, then normed outputs and gates.
             outputs = (keys + mixer.inner) * WIDE
             of_chunks = mixer.num_key_heads * 4 * mixer.key_dim * 2
             of_chunks += mixer.num_value_heads * (4 * CHUNK_ROWS * 2 + 3 * WIDE)
@@ -201,7 +201,7 @@ def _mixer(mixer: Mixer, width: int, sizes: StepSizes) -> tuple[int, Sequence[in
 
 
 def _ffn_peaks(layer: LayerSpec, width: int, sizes: StepSizes) -> Iterator[int]:
-    # The mixer's normed rows are still there.
+    # The mixer's normed rows are still alive.
     normed = 2 * width * sizes.element_bytes
     for peak in _ffn(layer.ffn, layer, width, sizes):
         yield normed + peak
@@ -216,13 +216,13 @@ def _ffn(ffn: FFN, layer: LayerSpec, width: int, sizes: StepSizes) -> Iterator[i
         case Experts():
             yield from _experts(ffn, width, sizes)
         case MLPBesideExperts():
-            # The output of the MLP is there while experts run, which see normed rows of their own.
+            # The output of the MLP is alive while experts run, which have their own normed rows.
             yield from _gated(ffn.mlp.width, width, sizes)
             yield from (2 * width * element + peak for peak in _experts(ffn.experts, width, sizes))
 
 
 def _gated(ffn_width: int, width: int, sizes: StepSizes) -> Iterator[int]:
-    """Yield the bytes of gates and ups as a product, and of them beside what the gates let through."""
+    """Yield the bytes of the product of gates and ups, and of both together with the gated values."""
     yield _product(2 * ffn_width, width, sizes)
     yield 3 * ffn_width * sizes.element_bytes
 
@@ -235,6 +235,6 @@ def _experts(experts: Experts, width: int, sizes: StepSizes) -> Iterator[int]:
     # Chosen experts, their scores, and the rows in the order of experts.
     held = sums + num_chosen * (4 * INDEX + 3 * WIDE)
     inner = experts.width * element
-    # Each chosen expert: gates and ups, what they let through, and what comes of it in float32.
+    # Each chosen expert: gates and ups, gated values, and the output in float32.
     yield held + num_chosen * 3 * inner
     yield held + num_chosen * (inner + width * WIDE) + sums
