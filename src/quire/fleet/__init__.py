@@ -1,1 +1,1 @@
-"""Several servers behind one address: a proxy that routes by what their caches hold."""
+"""Several servers with one address: a proxy that routes by the contents of their caches."""

@@ -1,4 +1,4 @@
-"""`quire serve --replicas N`: servers of one model on this machine, each in a process of its own, behind one proxy."""
+"""`quire serve --replicas N`: servers of one model on this machine, each in its own process, with one proxy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVENTS: Final = {
     "endpoint": "tcp://127.0.0.1:*",
     "replay_endpoint": "tcp://127.0.0.1:*",
 }
-# Options of the address, with one value each, which the proxy has in place of the servers.
+# Options of the address, with one value each, which apply to the proxy instead of the servers.
 FRONT: Final = frozenset(
     {
         *("--replicas", "--host", "--port", "--uds", "--ssl-certfile", "--ssl-keyfile"),
@@ -62,7 +62,7 @@ class LocalServers:
         return [_address_of(process, idx, deadline_s) for idx, process in enumerate(self.processes)]
 
     def stop(self) -> None:
-        """Let all servers end their requests, for a limited time, and end them."""
+        """Stop all servers, after a limited time for their requests."""
         for process in self.processes:
             process.send_signal(signal.SIGTERM)
         deadline_s = time.monotonic() + STOP_S
@@ -73,12 +73,12 @@ class LocalServers:
             process.wait()
 
     def _start(self) -> subprocess.Popen[str]:
-        # The servers get the signals of the terminal only from this process, which lets them finish first.
+        # Signals of the terminal reach only this process, which lets the servers finish first.
         return subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def serve_replicas(arguments: Sequence[str], count: int, config: ServerConfig, listener: socket.socket) -> int:
-    """Start servers on this machine, and pass requests on to them until a stop signal arrives.
+    """Start servers on this machine, and forward requests to them until a stop signal arrives.
 
     Args:
         arguments: arguments of `quire serve`.
@@ -87,7 +87,7 @@ def serve_replicas(arguments: Sequence[str], count: int, config: ServerConfig, l
         listener: bound socket.
 
     Returns:
-        The exit code: 0, or 1 where all servers have ended.
+        The exit code: 0, or 1 if all servers have ended.
 
     Raises:
         ConfigError: the number of servers is not allowed.
@@ -108,7 +108,7 @@ def serve_replicas(arguments: Sequence[str], count: int, config: ServerConfig, l
 
 
 def without_address(arguments: Sequence[str]) -> list[str]:
-    """Return arguments of `quire serve` without those that the proxy takes."""
+    """Return arguments of `quire serve` without the arguments of the proxy."""
     kept: list[str] = []
     is_value = False
     for argument in arguments:
@@ -125,7 +125,7 @@ def without_address(arguments: Sequence[str]) -> list[str]:
 async def _run(
     servers: LocalServers, fleet: Fleet, config: ServerConfig, listener: socket.socket, max_connections: int
 ) -> None:
-    """Pass requests on until a signal arrives, or until no server is left."""
+    """Forward requests until a signal arrives or all servers have ended."""
     watching = asyncio.create_task(_watch(servers))
     proxying = asyncio.create_task(run_proxy(fleet, config, listener, max_connections))
     try:
@@ -138,7 +138,7 @@ async def _run(
 
 
 async def _watch(servers: LocalServers) -> None:
-    """Log servers that end; return when all have."""
+    """Log servers that end; return when all have ended."""
     alive = dict(enumerate(servers.processes))
     while alive:
         for idx, process in tuple(alive.items()):

@@ -1,1 +1,1 @@
-"""KV events on the wire: vLLM's messages over ZMQ, published by an engine and followed by a router."""
+"""The subscriber of an engine's KV events, for a router."""

@@ -1,4 +1,4 @@
-"""The subscriber: it follows one publisher on an event loop, and asks for what it has missed."""
+"""The subscriber: it follows one publisher on an event loop, and requests missed batches."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Silence after which the last batches are asked for: those of before a subscription takes effect are lost unseen.
+# Silence after which the last batches are requested: batches before a subscription takes effect are missed.
 QUIET_S = 1.0
 # Time limit between two messages of a replay.
 REPLAY_S = 2.0
 # Time between two requests for all blocks.
 RESEND_S = 2.0
-# Messages beyond are no batches of an engine, and end the connection.
+# Longer messages are not batches of an engine, and end the connection.
 MAX_MESSAGE = 256 << 20
 
 
 class Apply(Protocol):
-    """Applies a batch, and returns what is known then; see `Router.apply`."""
+    """Function that applies a batch and returns the state of the feed; see `Router.apply`."""
 
     def __call__(self, seq: int, events: Sequence[KVEvent], *, is_replay: bool) -> FeedState: ...
 
@@ -56,7 +56,7 @@ class KVEventSubscriber:
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
 
     async def run(self) -> None:
-        """Apply batches as they come."""
+        """Apply batches as they arrive."""
         import zmq
 
         batches = self._context.socket(zmq.SUB)
@@ -77,7 +77,7 @@ class KVEventSubscriber:
             self._context.destroy(linger=0)
 
     async def _replay(self) -> None:
-        """Ask for the batches from the next one on, and, where they do not close a gap, for all blocks."""
+        """Request the batches from the next one on, and if a gap remains, all blocks."""
         if self._replay_endpoint is None:
             return
         await self._ask(self._next_seq())
@@ -88,7 +88,7 @@ class KVEventSubscriber:
             await self._ask(-1)
 
     async def _ask(self, start: int) -> None:
-        """Ask for batches and apply them; an answer that does not come in time is given up."""
+        """Request batches and apply them; stop if the next message is late."""
         import zmq
 
         replay = self._context.socket(zmq.DEALER)
@@ -105,7 +105,7 @@ class KVEventSubscriber:
             replay.close(linger=0)
 
     def _take(self, frames: Sequence[bytes], *, is_replay: bool) -> FeedState:
-        """Apply a message; one that is no batch counts as lost."""
+        """Apply a message; one that is not a batch counts as lost."""
         try:
             if len(frames) != 2 or len(frames[0]) != SEQ_BYTES:
                 raise InvalidKVEvents(f"a message of KV events must have 3 frames, got {len(frames) + 1}")

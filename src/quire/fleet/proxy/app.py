@@ -1,8 +1,8 @@
-"""The proxy's application: it passes every request on, to the server that the router chooses for its prompt.
+"""The proxy's application: it forwards every request, if it has a prompt to the server that the router chooses.
 
 ```
- a prompt           the router's server; before the first byte, the next one where it fails
- all servers' state every server: adapters, pins, resets; the answer is the first one's, or that of one that failed
+ a prompt           the router's server; if it fails before the first byte, the next one
+ all servers' state every server: adapters, pins, resets; the answer is the first error, or else the first answer
  all others         a server that takes requests
  /router/...        the proxy itself
 ```
@@ -30,7 +30,7 @@ from quire.fleet.routing.router import Route
 from quire.server.requests.errors import ApiError, unavailable
 from quire.server.state.auth import check_operator
 
-# Routes that change what each server has.
+# Routes that change the state of every server.
 BROADCAST: Final = frozenset(
     {
         *("/reset_prefix_cache", "/pin_prefix", "/unpin_prefix"),
@@ -96,10 +96,10 @@ class Proxy:
             return _json(replica.describe())
         raise ApiError(404, f"there is no such route: {method} {path[:200]}", code="not_found")
 
-    # ---- requests that are passed on ----
+    # ---- forwarded requests ----
 
     async def _route(self, exchange: Exchange) -> None:
-        """Send a request where its prompt is cached, or where it begins first; elsewhere where that fails."""
+        """Send a request to the best server in the router's order; if it fails, to the next."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         request = await self._prompts.request_of(exchange)
@@ -123,9 +123,9 @@ class Proxy:
             self.metrics.retries.inc()
 
     async def _pass_on(self, exchange: Exchange) -> None:
-        """Send a request without a prompt that could be cached to a server with few requests, or the next one.
+        """Send a request without a cacheable prompt to the server with the fewest requests; if it fails, to the next.
 
-        What pages ask for goes to the first server: the parts of a page belong together.
+        GET requests go to the first server, because the parts of a page belong together.
         """
         replicas = self._fleet.available()
         if exchange.method == "GET":
@@ -136,7 +136,7 @@ class Proxy:
         await exchange.give_up(bool(replicas))
 
     async def _broadcast(self, exchange: Exchange) -> None:
-        """Send a request to every server that is up; answer with a failure where there is one."""
+        """Send a request to every server that is up; answer with the first error, or else the first answer."""
         replicas = [replica for replica in self._fleet.replicas.values() if replica.is_up]
         chosen: Answer | None = None
         try:
@@ -160,7 +160,7 @@ class Proxy:
                 chosen.close()
 
     async def _attempt(self, exchange: Exchange, replica: Replica, route: Route | None = None) -> bool:
-        """Have a server answer a request; return False where another one may still do so."""
+        """Have a server answer a request; return False if another server may still answer it."""
 
         def on_stream() -> None:
             if route is not None:

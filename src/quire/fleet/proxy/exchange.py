@@ -1,4 +1,4 @@
-"""One request of a client that is passed on: its body, where it is sent, and the answer as it goes back."""
+"""A forwarded request: its body, the server that it is sent to, and the answer on its way back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.server.requests.errors import SHOWN_ID, ApiError, unavailable
 
 logger = logging.getLogger(__name__)
 
-# Headers of one connection, by RFC 9110, and those that each side writes itself.
+# Headers of one connection (RFC 9110), and headers that each side writes itself.
 HOP_BY_HOP: Final = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
@@ -26,14 +26,14 @@ HOP_BY_HOP: Final = frozenset(
     }
 )
 REPLICA_HEADER: Final = b"x-quire-replica"
-# Statuses of a server that cannot take the request now; another one may.
+# Statuses of a server that cannot take the request now; another server may.
 BUSY: Final = (429, 503)
-# All bodies of requests together.
+# Limit of all bodies of requests together.
 MAX_BODY_BYTES: Final = 1 << 30
 
 
 class Answer(Protocol):
-    """The answer of a server, of which the head has arrived.
+    """The answer of a server whose head has arrived.
 
     Attributes:
         status: status.
@@ -44,24 +44,24 @@ class Answer(Protocol):
     headers: list[tuple[bytes, bytes]]
 
     def header(self, name: bytes) -> bytes:
-        """Return the value of a header, empty where it is not there."""
+        """Return the value of a header; empty if it is missing."""
 
     def parts(self) -> AsyncIterator[bytes]:
-        """Yield the parts of the body as they come; raises `UpstreamLost` where it is not whole."""
+        """Yield the parts of the body as they arrive; raises `UpstreamLost` if it is incomplete."""
 
     def close(self) -> None:
-        """Give the answer up, unless it was read to its end."""
+        """Abandon the answer, unless it was read to its end."""
 
 
 class Requester(Protocol):
     """Sender of requests to one server, or to one of several."""
 
     async def request(self, method: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Answer:
-        """Send a request and return its answer; raises `UpstreamLost` where there is none."""
+        """Send a request and return its answer; raises `UpstreamLost` without an answer."""
 
 
 class BodyBudget:
-    """The bodies of requests on their way, which have a limit together."""
+    """The bodies of open requests, with a limit for all together."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_body_bytes = max_body_bytes
@@ -87,7 +87,7 @@ class BodyBudget:
 
     @asynccontextmanager
     async def open(self, scope: Scope, receive: Receive, send: Send) -> AsyncIterator[Exchange]:
-        """Read the body of a request, and count it while the exchange is open; see `read`."""
+        """Read the body of a request, and count its bytes while the exchange is open; see `read`."""
         body = await self.read(scope, receive)
         self.num_bytes += len(body)
         exchange = Exchange(scope, body, receive, send)
@@ -99,7 +99,7 @@ class BodyBudget:
 
 
 class Exchange:
-    """One request of a client, and what was sent of its answer.
+    """One request of a client, and the progress of its answer.
 
     Args:
         scope: ASGI's scope.
@@ -129,7 +129,7 @@ class Exchange:
         self._left: asyncio.Future[None] | None = None
 
     async def send_to(self, upstream: Requester) -> Answer:
-        """Send the request to a server and return its answer, of which the head has arrived.
+        """Send the request to a server and return its answer once the head has arrived.
 
         Raises:
             UpstreamLost: there is none.
@@ -146,7 +146,7 @@ class Exchange:
         on_stream: Callable[[], None],
         on_lost: Callable[[UpstreamLost], None],
     ) -> str:
-        """Have a server answer the request.
+        """Have a server answer the request; return "answered", "left", "busy", "lost" or "cut off".
 
         Args:
             upstream: sender of the request.
@@ -167,7 +167,7 @@ class Exchange:
                 self.last_busy = (answer.status, answer.header(b"retry-after"))
                 return "busy"
             cutter = EventCutter(answer.header(b"content-type"))
-            # The answer in one piece comes with its last token.
+            # An answer in one piece arrives with its last token.
             is_whole = await self.relay(answer, replica(), cutter, on_stream if cutter.is_stream else None)
             return "answered" if is_whole else "left"
         except UpstreamLost as error:
@@ -185,13 +185,13 @@ class Exchange:
                 answer.close()
 
     async def unless_left(self, work: Any) -> Any:
-        """Return the result of a coroutine, None where the client leaves first, which cancels it."""
+        """Return the result of a coroutine; cancel it and return None if the client leaves first."""
         if self._left is None:
             self._left = asyncio.ensure_future(self._wait_until_left())
         if self._left.done():
             work.close()
             return None
-        # As `asyncio.timeout` does it: a task for each part of an answer was a quarter of the proxy's time.
+        # Like `asyncio.timeout`, because a task for each part of an answer took a quarter of the proxy's time.
         task = asyncio.current_task()
         assert task is not None
         num_cancelled, is_cancelled_here = task.cancelling(), False
@@ -220,7 +220,7 @@ class Exchange:
         cutter: EventCutter | None = None,
         on_first_part: Callable[[], None] | None = None,
     ) -> bool:
-        """Send a server's answer to the client; the head only with the first part of the body.
+        """Send a server's answer to the client, the head with the first part; return False if the client leaves.
 
         Returns:
             False where the client has left.
@@ -247,7 +247,7 @@ class Exchange:
                 return True
 
     async def cut_off(self, why: str) -> None:
-        """End an answer that has begun: a stream with an error, another one by closing the connection.
+        """End an answer that has begun: a stream with an error, another answer by closing the connection.
 
         Raises:
             ConnectionError: it is no stream; the client sees that the answer is not whole.
@@ -295,5 +295,5 @@ class Exchange:
 
 
 async def _next_part(parts: AsyncIterator[bytes]) -> bytes | None:
-    """Return the next part of a body, None behind the last one."""
+    """Return the next part of a body; None after the last one."""
     return await anext(parts, None)

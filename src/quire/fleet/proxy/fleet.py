@@ -1,4 +1,4 @@
-"""The servers behind a proxy, and the router that chooses among them."""
+"""The servers of a proxy, and the router that chooses among them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Fleet:
     """The servers.
 
     Args:
-        urls: their addresses.
-        key: key for the proxy's own requests: the operators' where there is one; None without one.
+        urls: addresses of the servers.
+        key: key for the proxy's own requests: the operators' key if there is one; None without keys.
         probe_interval_s: time between two probes of a server.
         config: constants of the router.
 
@@ -27,7 +27,7 @@ class Fleet:
         replicas: servers by address.
 
     Raises:
-        ConfigError: there is no server, or one twice, or one is no address.
+        ConfigError: there is no server, or a server is given twice, or an address is invalid.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Fleet:
         await asyncio.gather(*self._watching, return_exceptions=True)
 
     def available(self, excluded: Sequence[str] = ()) -> list[Replica]:
-        """Return the servers that take requests, those with the fewest in flight first."""
+        """Return the servers that take requests, the fewest requests in flight first."""
         found = [each for name, each in self.replicas.items() if each.is_available and name not in excluded]
         return sorted(found, key=lambda replica: replica.num_in_flight)
 
@@ -67,12 +67,12 @@ class Fleet:
                 replica.update()
 
     async def ask_for_tokens(self, body: bytes) -> bytes | None:
-        """Return a server's answer to `POST /prompt_tokens`, None where there is none in time."""
+        """Return a server's answer to `POST /prompt_tokens`; None if no server answers in time."""
         for replica in self.available()[:2]:
             try:
                 status, answer = await replica.fetch("POST", "/prompt_tokens", body, timeout_s=ASK_S)
             except UpstreamLost:
                 continue
-            # Another refusal would come from the others, too.
+            # The other servers would refuse it too.
             return answer if status == 200 else None
         return None

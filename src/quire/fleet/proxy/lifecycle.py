@@ -1,4 +1,4 @@
-"""The life of a proxy: socket, servers, signals, and a shutdown that lets running requests finish."""
+"""The life of a proxy: socket, servers, signals, and a shutdown after running requests."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 def serve_proxy(
     fleet: Fleet, config: ServerConfig, listener: socket.socket, on_start: Callable[[], None] | None = None
 ) -> int:
-    """Pass requests on until a stop signal arrives.
+    """Forward requests until a stop signal arrives.
 
     Args:
         fleet: the servers.
         config: options of the address, the keys and the limits.
         listener: bound socket.
-        on_start: function that is called once requests are taken.
+        on_start: function that is called once the proxy takes requests.
 
     Returns:
         The exit code, 0.
@@ -47,7 +47,7 @@ async def run_proxy(
     max_connections: int,
     on_start: Callable[[], None] | None = None,
 ) -> None:
-    """Pass requests on, on the running event loop; see `serve_proxy`."""
+    """Forward requests on the running event loop; see `serve_proxy`."""
     proxy = Proxy(fleet, config.max_body_bytes, config.tenant_header, has_operators=config.operator_key is not None)
     app = Guard(proxy, api_key=config.api_key, operator_key=config.operator_key)
     await fleet.start()
@@ -73,7 +73,7 @@ async def run_proxy(
 
 
 def _stop_signal() -> asyncio.Future[None]:
-    """Return a future that the first signal to stop ends; the second one ends the process."""
+    """Return a future that ends with the first stop signal; the second signal ends the process."""
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[None] = loop.create_future()
 

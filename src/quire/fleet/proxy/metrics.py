@@ -13,7 +13,7 @@ BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 
 
 
 class ProxyMetrics:
-    """Counters of requests, and the state of the servers when they are read."""
+    """Counters of requests, and gauges with the servers' state at the time of reading."""
 
     def __init__(self, states: Callable[[], Mapping[str, Mapping[str, Any]]]) -> None:
         self.registry = CollectorRegistry()

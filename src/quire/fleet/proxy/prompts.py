@@ -1,4 +1,4 @@
-"""The prompt of a request as tokens, which a server makes: it alone knows template and tokenizer."""
+"""The prompt of a request as tokens, from a server, since only servers have template and tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.fleet.routing.router import RouteRequest
 from quire.fleet.routing.shadow_tree import Scope
 from quire.memory.kv_events import encode
 
-# Routes whose requests have a prompt that a cache may have.
+# Routes whose requests have a prompt that may be cached.
 PATHS = frozenset(
     {
         *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
@@ -22,17 +22,17 @@ PATHS = frozenset(
     }
 )
 SESSION_HEADER: Final = "x-session-id"
-# Tokens that are kept, of all prompts together: 4 bytes each.
+# Number of stored tokens, in all prompts together; 4 bytes each.
 MAX_KEPT_TOKENS = 4 << 20
 
 Ask = Callable[[bytes], Awaitable[bytes | None]]
 
 
 class Prompt(NamedTuple):
-    """A prompt that is to be routed.
+    """The prompt of a request that is routed.
 
     Args:
-        token_ids: its tokens; empty where they are not known.
+        token_ids: tokens of the prompt; empty if they are unknown.
         scope: scope within which it shares blocks.
     """
 
@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
 
 
 class RoutedPrompts:
-    """Finds the tokens of prompts, and keeps the last ones."""
+    """Finds the tokens of prompts, and stores the last ones."""
 
     def __init__(self, ask: Ask, tenant_header: str | None = None) -> None:
         self._ask = ask
@@ -50,7 +50,7 @@ class RoutedPrompts:
         self._num_kept = 0
 
     async def request_of(self, exchange: Exchange) -> RouteRequest:
-        """Return what decides where a client's request goes: its prompt, and the name of its conversation."""
+        """Return the router's part of a client's request: its prompt, and the name of its conversation."""
         fields = fields_of(exchange.body)
         tenant = None if self._tenant_header is None else exchange.headers.get(self._tenant_header)
         prompt = await self.read(exchange.path, exchange.body, fields, tenant)
@@ -85,7 +85,7 @@ class RoutedPrompts:
 
 
 def _read(answer: bytes | None) -> Prompt:
-    """Return the prompt of an answer; without tokens where there is none, so that the queues decide."""
+    """Return the prompt of an answer; without an answer, a prompt without tokens, so that queues decide."""
     try:
         found = json.loads(answer or b"{}")
         token_ids, adapter, salt = (found.get(name) for name in ("tokens", "adapter", "cache_salt"))

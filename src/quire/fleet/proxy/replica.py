@@ -1,4 +1,4 @@
-"""A server behind the proxy: whether it takes requests, as its health and its failures say."""
+"""A server of the proxy: whether it takes requests, by its health and its failures."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from quire.fleet.routing.router import Router
 logger = logging.getLogger(__name__)
 
 PROBE_S = 5.0
-# Failures in a row after which requests stay away, for a time that doubles.
+# Failures in a row after which the server gets no requests for a time, which doubles.
 MAX_FAILURES = 3
 FIRST_BREAK_S, LONGEST_BREAK_S = 1.0, 30.0
-# Failed probes after which a server is down, and the requests on it are lost.
+# Failed probes after which a server is down, and its requests are lost.
 MAX_MISSED = 3
 
 
@@ -60,14 +60,14 @@ class Replica:
             self.upstream.abort()
 
     async def probe(self) -> None:
-        """Ask the server for its health, and for where it publishes KV events."""
+        """Request the server's health and the endpoints of its KV events."""
         try:
             status, body = await self.fetch("GET", "/health")
         except UpstreamLost as error:
             self._miss(str(error))
             return
         if status != 200:
-            # One that is stopping still ends its requests; one that is dead or stuck does not.
+            # A stopping server still completes its requests; a dead or stuck one does not.
             self._set_down(_shown(body), is_lost=b'"stopping"' not in body)
             return
         self._num_missed = 0
@@ -80,7 +80,7 @@ class Replica:
     async def fetch(
         self, method: str, path: str, body: bytes = b"", *, timeout_s: float = PROBE_S
     ) -> tuple[int, bytes]:
-        """Return status and body of the answer to a request of the proxy itself."""
+        """Send a request of the proxy itself, and return status and body of the answer."""
         headers = [*self._headers, (b"content-type", b"application/json")] if body else self._headers
         return await self.upstream.fetch(method, path, headers, body, timeout_s=timeout_s)
 
@@ -89,7 +89,7 @@ class Replica:
         self.num_failures, self._break_s = 0, FIRST_BREAK_S
 
     def fail(self, why: str) -> None:
-        """Record that a request was lost; after several in a row, requests stay away for a while."""
+        """Record that a request was lost; after several in a row, the server gets no requests for a while."""
         self.num_failures += 1
         self.why_down = why
         if self.num_failures >= MAX_FAILURES:
@@ -130,7 +130,7 @@ class Replica:
             self._set_down(why, is_lost=True)
 
     def _set_down(self, why: str, *, is_lost: bool) -> None:
-        """Send no more requests; where the server is lost, those on it are, and so is its cache."""
+        """Send no more requests; if the server is lost, so are its requests and its cache."""
         if self.is_up:
             logger.warning("%s is down: %s", self.name, why)
         self.is_up, self.why_down = False, why
@@ -141,7 +141,7 @@ class Replica:
         self.update()
 
     async def _follow(self) -> None:
-        """Follow the server's KV events, from the address that it names; see that they keep coming."""
+        """Follow the server's KV events at the endpoints that it states; detect lost batches and restarts."""
         try:
             status, body = await self.fetch("GET", "/kv_event_sources")
             sources = json.loads(body) if status == 200 else {}
@@ -157,7 +157,7 @@ class Replica:
             self._start_following(key)
         feed, published = self._router.feeds[self.name], source.get("next_seq")
         if isinstance(published, int):
-            # Batches of before the last probe that have not arrived by now are lost, or much too late.
+            # Batches from before the last probe that have not arrived by now are lost, or much too late.
             if feed.next_seq < self._seq_before:
                 feed.lose()
             elif feed.next_seq > published:
@@ -181,7 +181,7 @@ class Replica:
         self._following = asyncio.create_task(self.subscriber.run())
 
     def _reachable(self, endpoint: str) -> str:
-        """Return an endpoint with the server's host, where it listens at all addresses."""
+        """Return an endpoint, with the server's host if it listens at all addresses."""
         for everywhere in ("//*:", "//0.0.0.0:", "//[::]:"):
             endpoint = endpoint.replace(everywhere, f"//{self.upstream.host}:")
         return endpoint

@@ -1,4 +1,4 @@
-"""Streams of events that are passed on: whole events only, and an error in the protocol's form where one is cut off."""
+"""Forwarded streams of events: whole events only, and an error in the protocol's form if a stream is cut off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.server.requests.errors import ApiError
 
 EVENT_STREAM, JSON_LINES = b"text/event-stream", b"application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
-# Routes whose streams end with `DONE`, and the names of the events that end those of other routes.
+# Routes whose streams end with `DONE`, and the last events of other routes' streams.
 DONE_ROUTES = ("/v1/completions", "/v1/chat/completions")
 LAST_EVENTS = (
     *(b"event: message_stop\n", b"event: error\n"),
@@ -19,7 +19,7 @@ LAST_EVENTS = (
 
 
 class EventCutter:
-    """Passes on what ends with a whole event, and keeps the rest until its end comes."""
+    """Forwards whole events, and stores the rest until the end of its event arrives."""
 
     def __init__(self, content_type: bytes) -> None:
         self.is_stream = content_type.startswith((EVENT_STREAM, JSON_LINES))
@@ -28,7 +28,7 @@ class EventCutter:
         self._passed = b""
 
     def add(self, data: bytes) -> bytes:
-        """Return what may be passed on after some more bytes."""
+        """Add received bytes, and return the bytes that may be forwarded."""
         if not self.is_stream:
             return data
         data = self._rest + data
@@ -39,12 +39,12 @@ class EventCutter:
         return data[:end]
 
     def finish(self) -> bytes:
-        """Return what is left at the end of a whole answer."""
+        """Return the rest at the end of a whole answer."""
         rest, self._rest = self._rest, b""
         return rest
 
     def has_last_event(self, path: str) -> bool:
-        """Return whether the event that ends a route's streams was passed on: nothing more belongs to the answer."""
+        """Return whether the last event of a route's stream was forwarded, so that the answer is complete."""
         last = self._passed.removesuffix(self._end).rpartition(self._end)[2] + self._end
         if path in DONE_ROUTES:
             return last == DONE
@@ -55,7 +55,7 @@ class EventCutter:
 
 
 def error_event(path: str, error: ApiError) -> bytes:
-    """Return the event that ends a route's stream with an error, as the server itself would."""
+    """Return the event that ends a route's stream with an error, as the server would send it."""
     if path == "/v1/responses":
         body = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
         return b"event: error\ndata: %b\n\n" % json.dumps(body).encode()
@@ -69,7 +69,7 @@ def error_event(path: str, error: ApiError) -> bytes:
 
 
 def fields_of(body: bytes) -> Mapping[str, Any]:
-    """Return the fields of a JSON object; none of what is no JSON object."""
+    """Return the fields of a JSON object; none for anything else."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Requests to a server over HTTP/1.1, on connections that are kept for the next one."""
+"""Requests to a server over HTTP/1.1, on persistent connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Event = h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]
 
 
 class UpstreamLost(Exception):
-    """A connection to a server failed, or ended before the answer was whole."""
+    """A connection to a server failed, or ended before the answer was complete."""
 
 
 class Upstream:
@@ -44,9 +44,9 @@ class Upstream:
         self._open: set[UpstreamConnection] = set()
 
     async def request(self, method: str, target: bytes, headers: Headers, body: bytes = b"") -> UpstreamResponse:
-        """Send a request and return its answer, of which the head has arrived.
+        """Send a request and return its answer once the head has arrived.
 
-        A connection that the server has closed while it was idle is replaced by a new one.
+        An idle connection that the server has closed is replaced by a new one.
         """
         while self._idle:
             connection = self._idle.pop()
@@ -109,7 +109,7 @@ class UpstreamConnection:
         self._http = h11.Connection(h11.CLIENT, MAX_HEAD)
 
     async def exchange(self, method: str, target: bytes, headers: Headers, body: bytes) -> UpstreamResponse:
-        """Send a request and return its answer, of which the head has arrived."""
+        """Send a request and return its answer once the head has arrived."""
         try:
             fields = [(b"host", self._upstream.authority), *headers]
             if body or method in ("POST", "PUT", "PATCH"):
@@ -131,7 +131,7 @@ class UpstreamConnection:
             raise
 
     async def next_event(self) -> Event:
-        """Return what the server sends next."""
+        """Return the next event from the server."""
         while (event := self.arrived_event()) is h11.NEED_DATA:
             try:
                 self._http.receive_data(await self._reader.read(READ_BYTES))
@@ -141,7 +141,7 @@ class UpstreamConnection:
         return event
 
     def arrived_event(self) -> Event:
-        """Return the next event of what has arrived, `NEED_DATA` behind the last one."""
+        """Return the next event that has arrived; `NEED_DATA` after the last one."""
         try:
             event = self._http.next_event()
         except h11.RemoteProtocolError as error:
@@ -153,7 +153,7 @@ class UpstreamConnection:
         return event
 
     def finish(self) -> None:
-        """Keep the connection for the next request, if the answer was whole and both sides allow it."""
+        """Keep the connection for the next request if the answer was complete and both sides allow it."""
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
             self._upstream.keep(self)
@@ -175,11 +175,11 @@ class UpstreamResponse:
         self._connection: UpstreamConnection | None = connection
 
     def header(self, name: bytes) -> bytes:
-        """Return the value of a header, empty where it is not there."""
+        """Return the value of a header; empty if it is missing."""
         return next((value for each, value in self.headers if each == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the parts of the body as they come; those that came together as one, which is sent on at once."""
+        """Yield the parts of the body as they arrive; parts that arrive together are joined, to be sent together."""
         while self._connection is not None:
             event, data = await self._connection.next_event(), bytearray()
             while isinstance(event, h11.Data):
@@ -192,7 +192,7 @@ class UpstreamResponse:
                 yield bytes(data)
 
     def close(self) -> None:
-        """Give the answer up, unless it was read to its end: the server then ends the request."""
+        """Abandon the answer, unless it was read to its end; the server then ends the request."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -1,7 +1,7 @@
 """Replicas on Ray Serve: `serve run quire.fleet.ray:app model=bundled num_replicas=2`.
 
-The application has two deployments: `Ingress`, which Serve's proxies send all requests to, and `Engine`, whose replicas
-have the model. Their numbers and resources may also be set in Serve's own configuration, by these names.
+The application has two deployments: `Ingress`, which gets all requests from Serve's proxies, and `Engine`, whose
+replicas have the model. Serve's own configuration may also set their numbers and resources, by these names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the application of a server on a request that came over a handle."""
+"""Run of a server's application on a request that arrived over a handle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message
 from quire.errors import WorkerError
 from quire.fleet.ray.call import AnswerHead, RoutedCall
 
-# Parts of an answer that wait to be sent; the application waits then.
+# Number of unsent parts of an answer at which the application waits.
 MAX_WAITING: Final = 64
 
 
@@ -33,7 +33,7 @@ async def run_app(app: ASGIApp, call: RoutedCall, replica: str) -> AsyncGenerato
         try:
             await app(_scope_of(call), receive, messages.put)
         finally:
-            with suppress(asyncio.QueueFull):  # of a reader that has left; else it reads on until there is room
+            with suppress(asyncio.QueueFull):  # if the reader has left; else it reads until there is room
                 messages.put_nowait(None) if has_left.is_set() else await messages.put(None)
 
     task = asyncio.create_task(work())

@@ -1,4 +1,4 @@
-"""The application of Ray Serve: its deployments, with the options that Serve needs to know."""
+"""The application of Ray Serve: its deployments with Serve's options."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from quire.fleet.ray.engine import ServedReplica, options_of
 from quire.fleet.ray.ingress import IngressReplica
 
 POLICY: Final = "quire.fleet.ray.autoscaling:QueuedTokensPolicy"
-# Time in which Serve asks a replica for its health, and after which it counts as unhealthy.
+# Period of Serve's health checks, and the time without an answer after which a replica is unhealthy.
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 5.0, 30.0
-# Time beyond that of running requests in which a replica saves what it saves, and ends.
+# Time after the running requests in which a replica saves its state and ends.
 CLOSE_S = 40.0
 MAX_INGRESS_REQUESTS = 8192
 
@@ -38,7 +38,7 @@ def build(args: Mapping[str, Any]) -> Any:
 
 
 def engine_deployment(config: AppConfig) -> dict[str, Any]:
-    """Return Serve's options of the engine's deployment."""
+    """Return Serve's options for the engine's deployment."""
     replicas = config.replicas
     try:
         router = RequestRouterConfig(request_router_class=replicas.request_router)
@@ -61,7 +61,7 @@ def engine_deployment(config: AppConfig) -> dict[str, Any]:
         # The ranks are processes of the replica, so all their cores must be on its node.
         of_ranks = [{"CPU": replicas.num_cpus} for _ in range(num_ranks)]
         if replicas.num_gpus:
-            # The actor is in the first bundle, and its ranks see the GPUs that it sees.
+            # The actor is in the first bundle, and its ranks see the actor's GPUs.
             of_ranks[0]["GPU"] = replicas.num_gpus
         options["placement_group_bundles"] = of_ranks
         options["placement_group_strategy"] = "STRICT_PACK"

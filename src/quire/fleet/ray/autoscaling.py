@@ -1,19 +1,19 @@
-"""The number of replicas by the work that waits at them."""
+"""Autoscaling of replicas by their waiting and running work."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-# Metrics of a replica: tokens of prompts that are not computed, and sequences that run.
+# Metrics of a replica: tokens of prompts that are not computed yet, and running sequences.
 QUEUED_TOKENS: Final = "queued_tokens"
 RUNNING: Final = "running_sequences"
 
 
 class QueuedTokensPolicy:
-    """Serve's policy: as many replicas as have the target of queued tokens, and of running sequences, each.
+    """Serve's policy: enough replicas for the targets of queued tokens and of running sequences per replica.
 
-    Serve applies the limits, factors and delays of `autoscaling_config` to what this returns.
+    Serve applies the limits, factors and delays of `autoscaling_config` to the result.
     """
 
     def __init__(self, target_queued_tokens: int, target_running: int) -> None:

@@ -1,4 +1,4 @@
-"""Messages between the ingress and a replica of the engine, and the ticket by which the router knows a request."""
+"""Messages between the ingress and a replica of the engine, and a request's ticket for the router."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class TicketCounter(Protocol):
         """Record that a stream has begun."""
 
     def end(self, ticket: Ticket) -> None:
-        """Record that an attempt has ended, whole or not."""
+        """Record that an attempt has ended, complete or not."""
 
 
 class Ticket:
     """One attempt to have a request answered. It stays in the process of the ingress, with the handle's router.
 
-    The ingress and the router run on different event loops: each writes attributes of its own.
+    The ingress and the router run on different event loops, and each writes its own attributes.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class Ticket:
 
 
 class RoutedCall:
-    """A request on its way to a replica. Its ticket stays behind when it is sent."""
+    """A request on its way to a replica. Its ticket is not sent with it."""
 
     __slots__ = ("body", "headers", "method", "target", "ticket")
 
@@ -86,10 +86,10 @@ class RoutedCall:
 
     @property
     def prompt(self) -> str:
-        """The prompt for routers that compare texts, such as Ray's `PrefixCacheAffinityRouter`: a character a token."""
+        """The prompt for routers of texts, such as Ray's `PrefixCacheAffinityRouter`: one character a token."""
         request = None if self.ticket is None else self.ticket.request
         token_ids = () if request is None else request.token_ids
-        # Surrogates are no characters.
+        # Surrogates are not characters.
         return "".join(chr(token if token < 0xD800 else token + 0x800) for token in token_ids) or " "
 
     def __reduce__(self) -> tuple[type[RoutedCall], tuple[str, bytes, RawHeaders, bytes]]:

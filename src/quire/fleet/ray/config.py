@@ -1,4 +1,4 @@
-"""The options of a Serve application: those of the engine, of the server, and of its replicas."""
+"""The options of a Serve application: for the engine, the server, and the replicas."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from quire.config.checks import check_positive, check_text, check_whole
 from quire.errors import ConfigError, shown
 from quire.server.settings import ServerConfig
 
-# As in `quire serve`: offline the queue is the user's own and unlimited; a server's is limited.
+# As in `quire serve`: an offline engine's queue is unlimited, a server's is limited.
 DEFAULT_MAX_QUEUE_LEN: Final = 1024
-# Options that Serve's own proxies decide, by `http_options` of its configuration.
+# Options of Serve's own proxies, in `http_options` of its configuration.
 OF_SERVE: Final = frozenset(
     {
         *("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "max_connections", "watch"),
@@ -31,20 +31,20 @@ class ReplicaConfig:
     """The replicas of a Serve application.
 
     Args:
-        num_replicas: number of replicas; the least one where `max_replicas` is set.
-        max_replicas: most replicas, among which Serve scales; None keeps their number.
-        target_queued_tokens: tokens of prompts that may wait at a replica before there are more.
-        target_running: sequences that may run at a replica before there are more; None takes half of `max_num_seqs`.
-        upscale_delay_s: time for which there must be more work than that before Serve adds replicas.
-        downscale_delay_s: time for which there must be less before it ends some.
-        num_ingress: replicas of the ingress, each with a router of its own.
-        num_cpus: cores of each rank of a replica, which are `num_threads` too where that is not given.
-        num_gpus: GPUs of a replica, those of all its ranks; below 1 it shares one.
-        max_ongoing_requests: requests at a replica, beyond which Serve keeps them; the engine's own queue is
+        num_replicas: number of replicas; the minimum if `max_replicas` is set.
+        max_replicas: maximum number of replicas; None for a fixed number.
+        target_queued_tokens: tokens of prompts that may wait at a replica before Serve adds replicas.
+        target_running: sequences that may run at a replica before Serve adds replicas; None for half of `max_num_seqs`.
+        upscale_delay_s: time with more work than the targets before Serve adds replicas.
+        downscale_delay_s: time with less work than the targets before Serve removes replicas.
+        num_ingress: replicas of the ingress, each with its own router.
+        num_cpus: cores of each rank of a replica; also the default of `num_threads`.
+        num_gpus: GPUs of a replica, for all its ranks; below 1, replicas share a GPU.
+        max_ongoing_requests: requests at a replica, above which Serve queues them; the engine's own queue is
             `max_queue_len`.
-        kv_events_host: address at which replicas publish KV events: 127.0.0.1 where all run on the ingress's node,
-            0.0.0.0 where they do not.
-        request_router: class of Serve's router, by its path; other routers than Quire's see the prompt as a text.
+        kv_events_host: address at which replicas publish KV events: 127.0.0.1 if all run on the ingress's node, else
+            0.0.0.0.
+        request_router: class of Serve's router, by its path; routers other than Quire's see the prompt as a text.
     """
 
     num_replicas: int = 1
@@ -83,7 +83,7 @@ class AppConfig:
     Args:
         engine: options of the engine.
         server: options of the server.
-        replicas: its replicas.
+        replicas: options of the replicas.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -92,7 +92,7 @@ class AppConfig:
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> AppConfig:
-        """Return the options of Serve's `args`, or of `serve run ... name=value`, where all values are texts."""
+        """Return the options of Serve's `args`, or of `serve run ... name=value`, whose values are all strings."""
         types = {item.name: str(item.type) for part in (ServerConfig, ReplicaConfig) for item in fields(part)}
         engine: dict[str, Any] = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN}
         server = {name: os.environ[variable] for name, variable in KEYS.items() if os.environ.get(variable)}
@@ -118,12 +118,12 @@ class AppConfig:
 
     @property
     def target_running(self) -> int:
-        """Sequences that may run at a replica before there are more."""
+        """Sequences that may run at a replica before Serve adds replicas."""
         return self.replicas.target_running or max(1, self.engine.scheduler.max_num_seqs // 2)
 
 
 def without_origins(config: ServerConfig) -> ServerConfig:
-    """Return the options of a replica's server: the ingress answers pages of other origins."""
+    """Return the options of a replica's server without `allow_origins`, which the ingress checks."""
     return replace(config, allow_origins=())
 
 
@@ -136,14 +136,14 @@ def _part_of(name: str) -> str:
 
 
 def _engine_type(name: str) -> str:
-    """Return the type of an engine's option, as it is written; "" for an option that is not known."""
+    """Return the type of an engine's option as written in the code; "" for an unknown option."""
     part = option_sections().get(name)
     section = getattr(EngineConfig(), part) if part is not None else None
     return next((str(item.type) for item in fields(section) if item.name == name), "") if section else ""
 
 
 def _read(value: Any, written_type: str) -> Any:
-    """Return the value of a text, where the option is no text itself."""
+    """Parse a string as JSON, unless the option's type is a string."""
     if not isinstance(value, str) or "str" in written_type:
         return value
     try:

@@ -1,4 +1,4 @@
-"""The device of a replica: a GPU only where Ray has counted one."""
+"""The device of a replica: a GPU only if Ray has assigned one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 def device_of(option: str, gpus: Sequence[str]) -> str:
     """Return "cpu" or "cuda" for the device option of a replica.
 
-    Ray hides no GPU from a process that has reserved none, so all of those would meet on the first one.
+    Ray hides no GPU from processes that have reserved none, so all of them would use the first GPU.
     """
     if not gpus:
         if option == "cuda":

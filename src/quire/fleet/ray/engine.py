@@ -1,4 +1,4 @@
-"""The deployment of the engine: a replica has a model, and answers requests as a server of its own would."""
+"""The deployment of the engine: a replica has a model, and answers requests like a separate server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServedReplica:
-    """One replica of the model, in an actor of its own."""
+    """One replica of the model, in its own actor."""
 
     def __init__(self, engine_options: dict[str, Any], server_options: dict[str, Any], kv_events_host: str) -> None:
         from quire.engine.async_llm import AsyncLLM
@@ -51,7 +51,7 @@ class ServedReplica:
     # ---- requests ----
 
     async def answer(self, call: RoutedCall) -> AsyncGenerator[AnswerHead | bytes, None]:
-        """Yield the head of a request's answer, then the parts of its body as they come."""
+        """Yield the head of a request's answer, then the parts of its body as they arrive."""
         async with aclosing(run_app(self._app, call, self._name)) as items:
             async for item in items:
                 yield item
@@ -66,7 +66,7 @@ class ServedReplica:
         """Return the replica's name, and its metrics in Prometheus' text format."""
         return self._name, self._llm.metrics.render()
 
-    # ---- what Serve asks ----
+    # ---- Serve's requests ----
 
     def check_health(self) -> None:
         """Check that the engine makes progress, or has nothing to do."""
@@ -79,7 +79,7 @@ class ServedReplica:
             )
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return where the replica runs, and where it publishes its KV events."""
+        """Return the replica's node and process, and the source of its KV events."""
         node_ip = ray.util.get_node_ip_address()
         return {"node_ip": node_ip, "pid": os.getpid(), "kv_events": self._llm.kv_event_source()}
 
@@ -88,20 +88,20 @@ class ServedReplica:
         return {QUEUED_TOKENS: float(self._llm.queued_tokens()), RUNNING: float(self._llm.health().num_running)}
 
     def close(self) -> None:
-        """End the engine, after Serve has let the requests on it finish; may be called twice."""
+        """End the engine, after Serve has waited for its requests; may be called twice."""
         self._state.close()
         self._llm.shutdown()
         if self._tracer is not None:
             self._tracer.close()
 
     def __del__(self) -> None:
-        # Serve calls it when the replica stops; where the model could not be loaded, there is nothing to close.
+        # Serve calls it when the replica stops; if the model could not be loaded, there is nothing to close.
         with suppress(AttributeError):
             self.close()
 
 
 def _events(engine_options: dict[str, Any], host: str) -> dict[str, Any]:
-    """Return the options of the KV events that the router follows; none where the user has set or cannot have them."""
+    """Return the options of KV events for the router; none if the user has set them or they are not available."""
     has_ranks = any(engine_options.get(f"{kind}_parallel_size", 1) > 1 for kind in ("tensor", "pipeline"))
     if engine_options.get("kv_events_config") is not None or has_ranks:
         return {}
@@ -114,5 +114,5 @@ def _events(engine_options: dict[str, Any], host: str) -> dict[str, Any]:
 
 
 def options_of(config: ServerConfig) -> dict[str, Any]:
-    """Return the fields of a server's options, for a replica."""
+    """Return a server's options as fields, for a replica."""
     return asdict(config)

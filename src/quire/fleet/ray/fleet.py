@@ -1,4 +1,4 @@
-"""The replicas of a deployment, as a handle's router knows them: the router's core behind Serve's names and numbers.
+"""The replicas of a deployment for a handle's router: the core of the router with Serve's names and numbers.
 
 ```
  Serve's router    candidates, replicas that die, queue lengths ---.
@@ -6,7 +6,7 @@
  replicas          KV events (ZMQ) --------------------------------'
 ```
 
-All methods run on the event loop of Serve's router, but for `soon`, `names` and `describe_soon`.
+All methods run on the event loop of Serve's router, except `soon`, `names` and `describe_soon`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from quire.fleet.routing.router import Router, RouterConfig, RouteRequest
 
 logger = logging.getLogger(__name__)
 
-# Time for which a queue length counts that includes requests of other routers.
+# Time for which a queue length with requests of other routers counts.
 QUEUE_LEN_S: Final = 2.0
 LOOPBACK: Final = ("//127.", "//localhost:", "//[::1]:")
 EVERYWHERE: Final = ("//*:", "//0.0.0.0:", "//[::]:")
 
-# The fleets of this process, by the name of the application: the ingress finds that of its handle.
+# The fleets of this process by name of the application, for the ingress to find its handle's fleet.
 FLEETS: Final[dict[str, ReplicaFleet]] = {}
 
 
@@ -44,7 +44,7 @@ class ReplicaFleet:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._following: dict[str, asyncio.Task[None]] = {}
         self._num_own: dict[str, int] = {}
-        # When a queue length of a replica showed requests of other routers.
+        # Time at which a replica's queue length included requests of other routers.
         self._others_s: dict[str, float] = {}
 
     # ---- any thread ----
@@ -57,11 +57,11 @@ class ReplicaFleet:
     def soon(self, function: Callable[..., None], *args: Any) -> None:
         """Have a function run on the event loop of the router."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # the process ends
+            with suppress(RuntimeError):  # the process is ending
                 self._loop.call_soon_threadsafe(function, *args)
 
     async def describe_soon(self) -> dict[str, dict[str, Any]]:
-        """Return the state of each replica, from another event loop."""
+        """Return the state of each replica; may be awaited on another event loop."""
         if self._loop is None:
             return {}
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._describe(), self._loop))
@@ -69,7 +69,7 @@ class ReplicaFleet:
     # ---- replicas ----
 
     def update(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the present replicas."""
+        """Update the set of replicas."""
         self._loop = asyncio.get_running_loop()
         for name in self.replicas.keys() - replicas.keys():
             self.drop(name)
@@ -94,9 +94,9 @@ class ReplicaFleet:
     # ---- requests ----
 
     def rank(self, ticket: Ticket, now_s: float | None = None) -> list[str]:
-        """Return the replicas for a request, the best first, and count it as work of that one.
+        """Return the replicas for a request, the best first, and count it as work of the best one.
 
-        Those that it has tried before come last, so that it always has somewhere to go.
+        Replicas that it has tried before come last, so that there is always a replica for it.
         """
         now_s = time.monotonic() if now_s is None else now_s
         self._end_begun(ticket)
@@ -115,12 +115,12 @@ class ReplicaFleet:
         if names:
             self._begin(ticket, names[0], now_s)
         first = [name for name in names if name not in ticket.tried]
-        if ticket.is_ended:  # it was ended before `fleet` was set
+        if ticket.is_ended:  # it ended before `fleet` was set
             self._end_begun(ticket)
         return first + [name for name in names if name in ticket.tried]
 
     def on_routed(self, ticket: Ticket, name: str, now_s: float | None = None) -> None:
-        """Record that a replica has taken a request, which need not be the first one in the ranks."""
+        """Record that a replica has taken a request; it may be another than the best one."""
         now_s = time.monotonic() if now_s is None else now_s
         if ticket.counted is not None and ticket.counted != name:
             self._end_begun(ticket)
@@ -134,13 +134,13 @@ class ReplicaFleet:
             self.router.on_first_token(ticket.begun, time.monotonic() if now_s is None else now_s)
 
     def end(self, ticket: Ticket) -> None:
-        """Record that an attempt has ended, whole or not."""
+        """Record that an attempt has ended, complete or not."""
         self._end_begun(ticket)
 
     def on_queue_len(self, name: str, num_ongoing: int, now_s: float | None = None) -> None:
-        """Take a replica's number of requests: what is not this router's own was sent by others.
+        """Take a replica's number of requests; requests that this router has not sent are from other routers.
 
-        Each of those counts as much as a request of this router does on average.
+        Each of them counts like an average request of this router.
         """
         if name not in self.replicas:
             return
@@ -155,7 +155,7 @@ class ReplicaFleet:
     # ---- parts ----
 
     def _begin(self, ticket: Ticket, name: str, now_s: float) -> None:
-        """Count a request at a replica; one with a prompt is its work, too."""
+        """Count a request at a replica; a request with a prompt also counts as its work."""
         if name not in self.replicas:
             return
         ticket.counted = name
@@ -173,7 +173,7 @@ class ReplicaFleet:
         ticket.begun = ticket.counted = None
 
     def _follow(self, name: str, described: Mapping[str, Any]) -> None:
-        """Follow a replica's KV events; without them, its queue and its sessions decide."""
+        """Follow a replica's KV events; without them, routing depends on its queue and its sessions."""
         source, node_ip = described.get("kv_events"), str(described.get("node_ip") or "")
         if not isinstance(source, Mapping):
             return
@@ -222,16 +222,16 @@ class ReplicaFleet:
 
 
 def open_fleet(app_name: str, config: RouterConfig, node_ip: str) -> ReplicaFleet:
-    """Return a new fleet, which `FLEETS` has from now on.
+    """Return a new fleet, after adding it to `FLEETS`.
 
-    A function of this module: Serve pickles the one that calls it by value, with a copy of each of its globals.
+    It is a function of this module because Serve pickles the calling module by value, with copies of its globals.
     """
     fleet = FLEETS[app_name] = ReplicaFleet(config, node_ip)
     return fleet
 
 
 def _reachable(endpoint: Any, publisher_ip: str, node_ip: str) -> str | None:
-    """Return an endpoint as this node reaches it; None where it cannot."""
+    """Return an endpoint with an address that this node can reach; None if it cannot."""
     if not isinstance(endpoint, str):
         return None
     reachable: str = endpoint

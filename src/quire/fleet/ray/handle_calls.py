@@ -1,4 +1,4 @@
-"""Requests over a deployment's handle, in the form of requests to a server."""
+"""Requests over a deployment's handle, with the interface of requests to a server."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Final
 from quire.fleet.proxy.upstream import UpstreamLost
 from quire.fleet.ray.call import AnswerHead, RoutedCall, Ticket
 
-# Time in which a replica must have taken a request: those that are started again after a crash take a while.
+# Time in which a replica must take a request; a replica that restarts after a crash needs a while.
 ASSIGN_S: Final = 60.0
 MAX_SHOWN: Final = 300
 
 
 class HandleCall:
-    """Takes one request to the replica that the handle's router chooses."""
+    """Sends one request to the replica that the handle's router chooses."""
 
     def __init__(self, handle: Any, ticket: Ticket) -> None:
         self._handle = handle
@@ -24,7 +24,7 @@ class HandleCall:
     async def request(
         self, method: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes
     ) -> HandleAnswer:
-        """Send the request and return its answer, of which the head has arrived."""
+        """Send the request and return its answer once the head has arrived."""
         items = self._handle.answer.remote(RoutedCall(method, target, tuple(headers), body, self._ticket))
         first = asyncio.ensure_future(_next(items))
         try:
@@ -34,7 +34,7 @@ class HandleCall:
             head = await first
             if not isinstance(head, AnswerHead):
                 raise UpstreamLost("the replica has sent no answer")
-            # A router that does not know tickets sets none.
+            # A router that does not support tickets does not set the replica.
             self._ticket.replica = head.replica
             return HandleAnswer(head, items)
         except BaseException:
@@ -52,11 +52,11 @@ class HandleAnswer:
         self._items: Any = items
 
     def header(self, name: bytes) -> bytes:
-        """Return the value of a header, empty where it is not there."""
+        """Return the value of a header; empty if it is missing."""
         return next((value for each, value in self.headers if each == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the parts of the body as they come."""
+        """Yield the parts of the body as they arrive."""
         while self._items is not None:
             part = await _next(self._items)
             if part is None:
@@ -65,14 +65,14 @@ class HandleAnswer:
                 yield part
 
     def close(self) -> None:
-        """Give the answer up, unless it was read to its end: the replica then ends the request."""
+        """Abandon the answer, unless it was read to its end; the replica then ends the request."""
         if self._items is not None:
             self._items.cancel()
             self._items = None
 
 
 async def _next(items: Any) -> Any:
-    """Return the next item of a stream, None at its end."""
+    """Return the next item of a stream; None at its end."""
     try:
         return await anext(items, None)
     except Exception as error:
@@ -80,8 +80,8 @@ async def _next(items: Any) -> Any:
 
 
 def lost_by(error: BaseException) -> str:
-    """Return an error of Ray or of a replica in a line: Ray's messages have the traceback."""
+    """Return an error of Ray or of a replica in one line; Ray's messages include the traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    # The error of a replica's own code is the last line, that of a lost replica the first.
+    # An error in a replica's own code is in the last line, the loss of a replica in the first.
     line = (lines[-1] if "Traceback" in str(error) else lines[0]) if lines else ""
     return f"{type(error).__name__}: {line.strip()}"[:MAX_SHOWN]

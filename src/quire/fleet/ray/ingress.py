@@ -1,11 +1,11 @@
-"""The deployment of the ingress: the whole HTTP surface, with each request on the replica that the router chooses.
+"""The deployment of the ingress: the whole HTTP interface; each request is sent to a replica that the router chooses.
 
 ```
  client -> Serve's proxy -> Ingress: key, body, tokens of the prompt -> handle, CacheAwareRouter -> ServedReplica
- a prompt           as the router says; before the first byte, another replica where the first fails or is busy
- all replicas' state every replica: adapters, pins, resets; the answer is the first one's, or that of one that failed
+ a prompt           the router's replica; if it fails or is busy before the first byte, another one
+ all replicas' state every replica: adapters, pins, resets; the answer is the first error, or else the first answer
  all others         one replica
- /metrics           those of all replicas, with the label replica, and of all routers, with the label ingress
+ /metrics           metrics of all replicas, with the label replica, and of all routers, with the label ingress
 ```
 """
 
@@ -53,7 +53,7 @@ class IngressReplica:
         self._config = ServerConfig(**server_options)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the application, with the checks of keys and origins before it."""
+        """Return the application, after checks of keys and origins."""
         config = self._config
         self._ingress = Ingress(self._engine, config, serve.get_replica_context())
         app: ASGIApp = self._ingress
@@ -71,7 +71,7 @@ class IngressReplica:
         return _without_request_id(app)
 
     async def router_metrics(self) -> tuple[str, bytes]:
-        """Return the name of this replica, and the metrics of its router; another one asks."""
+        """Return the name of this replica, and the metrics of its router, for another replica."""
         return await self._ingress.router_metrics()
 
 
@@ -100,7 +100,7 @@ class Ingress:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
-        # Where the application has a route prefix, Serve names it as ASGI does.
+        # Serve states the application's route prefix as ASGI does, in `root_path`.
         root = scope.get("root_path", "").rstrip("/")
         path = scope["path"].removeprefix(root) or "/"
         scope = {**scope, "path": path, "raw_path": scope.get("raw_path", path.encode()).removeprefix(root.encode())}
@@ -126,7 +126,7 @@ class Ingress:
         path, method = scope["path"], scope["method"]
         fleet = self._fleet
         if path in ("/health", "/ping"):
-            # Serve starts the ingress once replicas are ready, and the router learns of them with the first request.
+            # Serve starts the ingress after replicas are ready, and the router learns of them with the first request.
             count = len(fleet.names) if fleet is not None else None
             status = "no replica takes requests" if count == 0 else "ok"
             return _json({"status": status, "num_replicas": count}, 503 if count == 0 else 200)
@@ -145,21 +145,21 @@ class Ingress:
         return self._name, self._metrics.render()
 
     async def _all_router_metrics(self) -> bytes:
-        """Return the metrics of the routers of all ingresses, since any of them may be asked for them."""
+        """Return the metrics of the routers of all ingresses, since any ingress may get the request for them."""
         found = [await self.router_metrics()]
         with suppress(UpstreamLost):
             answers = await self._ask_all("router_metrics", timeout_s=ASK_S, handle=self._ingresses)
             found += [each for each in answers if not isinstance(each, BaseException) and each[0] != self._name]
         return merge_metrics(found, INGRESS)
 
-    # ---- requests that are passed on ----
+    # ---- forwarded requests ----
 
     async def _send(self, exchange: Exchange, request: RouteRequest | None) -> None:
-        """Have a replica answer a request; before the first byte, another one where that fails."""
+        """Have a replica answer a request; if it fails before the first byte, another one."""
         tried: list[str] = []
         started_s = time.monotonic()
         for _ in range(MAX_ATTEMPTS):
-            # Requests of pages go to the same replica: the parts of a page belong together.
+            # GET requests go to the same replica, because the parts of a page belong together.
             ticket = Ticket(request, tuple(tried), is_pinned=request is None and exchange.method == "GET")
             end = "left"
             try:
@@ -179,7 +179,7 @@ class Ingress:
         await exchange.give_up(bool(tried))
 
     async def _attempt(self, exchange: Exchange, ticket: Ticket) -> str:
-        """Return how an attempt ended, see `Exchange.attempt`."""
+        """Make an attempt, and return how it ended; see `Exchange.attempt`."""
         upstream = HandleCall(self._streams, ticket)
         return await exchange.attempt(upstream, lambda: ticket.replica or "", ticket.begin_stream, lambda _: None)
 
@@ -191,7 +191,7 @@ class Ingress:
             self._metrics.hit_tokens.inc(ticket.num_hit)
 
     async def _broadcast(self, exchange: Exchange) -> None:
-        """Send a request to every replica; answer with a failure where there is one."""
+        """Send a request to every replica; answer with the first error, or else the first answer."""
         requester = _Broadcast(self._ask_all)
         try:
             answer = await exchange.send_to(requester)
@@ -200,7 +200,7 @@ class Ingress:
         await exchange.relay(answer, requester.replica)
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """Answer ASGI's lifespan. At the start, the handle learns of the replicas, and its router of their caches."""
+        """Answer ASGI's lifespan. At the start, the handle gets to know the replicas, and its router their caches."""
         while True:
             kind = (await receive())["type"]
             if kind == "lifespan.startup":
@@ -211,7 +211,7 @@ class Ingress:
                 return
 
     async def _ask_for_tokens(self, body: bytes) -> bytes | None:
-        """Return a replica's answer to `POST /prompt_tokens`, None where there is none in time."""
+        """Return a replica's answer to `POST /prompt_tokens`; None if there is no answer in time."""
         ticket = Ticket()
         headers = (*self._headers, (b"content-type", b"application/json"))
         try:
@@ -228,7 +228,7 @@ class Ingress:
         return b"".join(parts) if answer.status == 200 else None
 
     async def _ask_all(self, method: str, *args: Any, timeout_s: float = BROADCAST_S, handle: Any = None) -> list[Any]:
-        """Return what a method of every replica returns; an exception for one that fails."""
+        """Return the results of a method of every replica, with exceptions of replicas that fail."""
         try:
             response = (handle or self._engine).broadcast(method, *args)
             async with asyncio.timeout(timeout_s):
@@ -238,14 +238,14 @@ class Ingress:
 
 
 class _Broadcast:
-    """Takes one request to every replica."""
+    """Sends one request to every replica."""
 
     def __init__(self, ask_all: Callable[..., Awaitable[list[Any]]]) -> None:
         self._ask_all = ask_all
         self.replica = ""
 
     async def request(self, method: str, target: bytes, headers: Any, body: bytes) -> _Received:
-        """Return the first answer, or that of a replica that failed."""
+        """Return the first answer with an error status, or else the first answer."""
         found = await self._ask_all("answer_whole", RoutedCall(method, target, tuple(headers), body))
         lost = [each for each in found if isinstance(each, BaseException)]
         if lost or not found:
@@ -265,7 +265,7 @@ class _Received:
         self._body = answer.body
 
     def header(self, name: bytes) -> bytes:
-        """Return the value of a header, empty where it is not there."""
+        """Return the value of a header; empty if it is missing."""
         return next((value for each, value in self.headers if each == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
@@ -277,7 +277,7 @@ class _Received:
 
 
 def _without_request_id(app: ASGIApp) -> ASGIApp:
-    """Return an application without the header `x-request-id` in its answers: Serve's proxy adds it by itself."""
+    """Return an application without the header `x-request-id` in its answers, because Serve's proxy adds it."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_rest(message: Message) -> None:

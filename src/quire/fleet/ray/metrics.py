@@ -1,4 +1,4 @@
-"""The metrics of all replicas in one text, with a label that names the replica."""
+"""The metrics of all replicas in one text, with a label for the replica."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from prometheus_client.samples import Sample
 
 logger = logging.getLogger(__name__)
 
-# Labels that name a replica of the engine, and one of the ingress.
+# Labels for a replica of the engine, and for a replica of the ingress.
 REPLICA: Final = "replica"
 INGRESS: Final = "ingress"
 
 
 class _Merged(Collector):
-    """Families of several texts, each sample with the name of its replica."""
+    """Metric families of several texts, each sample with the name of its replica."""
 
     def __init__(self, texts: Iterable[tuple[str, bytes]], label: str) -> None:
         self._families: dict[str, Metric] = {}
@@ -34,7 +34,7 @@ class _Merged(Collector):
                 ]
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: the names are those of the texts."""
+        """Yield nothing, because the names come from the texts."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

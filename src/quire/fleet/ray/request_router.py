@@ -1,4 +1,4 @@
-"""Serve's router for replicas of the engine: by what their caches hold, and by their queues.
+"""Serve's router for replicas of the engine, by the contents of their caches and by their queues.
 
 Serve pickles this module by value into every process that has a handle, so all state is in `quire.fleet.ray.fleet`.
 """
@@ -23,21 +23,21 @@ class CacheAwareRouter(RequestRouter):
         self.fleet = open_fleet(self.app_name, RouterConfig(**options), ray.util.get_node_ip_address())
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the present replicas."""
+        """Update the set of replicas."""
         self.fleet.update({each.replica_id.unique_id: each.replica_metadata for each in replicas})
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Send nothing more to a replica that has ended."""
+        """Forget a replica that has ended."""
         super().on_replica_actor_died(replica_id)
         self.fleet.drop(replica_id.unique_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas for a request, each a rank of its own, the best first."""
+        """Return the replicas for a request, each in its own rank, the best first."""
         if pending_request is not None:
-            # Where all are full, Serve waits a while before it asks again.
+            # If all replicas are full, Serve waits a while before it asks again.
             pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         names = self.fleet.rank(_ticket_of(pending_request) or Ticket())
@@ -51,12 +51,12 @@ class CacheAwareRouter(RequestRouter):
             self.fleet.on_routed(ticket, replica_id.unique_id)
 
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
-        """Take a replica's number of requests, those of other handles included."""
+        """Take a replica's number of requests, including requests of other handles."""
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
         self.fleet.on_queue_len(replica_id.unique_id, num_ongoing_requests)
 
 
 def _ticket_of(pending: PendingRequest | None) -> Ticket | None:
-    """Return the ticket of a request; None for a call that is not the ingress's."""
+    """Return the ticket of a request; None for a call that is not from the ingress."""
     call = pending.args[0] if pending is not None and pending.args else None
     return call.ticket if isinstance(call, RoutedCall) else None

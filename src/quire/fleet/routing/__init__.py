@@ -1,1 +1,1 @@
-"""Routing: which replica gets a request, by what their caches hold and how much they have to do. No I/O, no clock."""
+"""Routing of requests to replicas by the contents of their caches and by their load. No I/O, no clock."""

@@ -1,4 +1,4 @@
-"""The feed of one replica's KV events: batches with sequence numbers, of which some may be lost."""
+"""The feed of one replica's KV events: batches with sequence numbers, some of which may be lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.memory.kv_events import AllBlocksCleared, KVEvent
 
 
 class FeedState(Enum):
-    """State of the knowledge of a replica's blocks.
+    """State of the router's knowledge of a replica's blocks.
 
     Values:
         UNKNOWN: no batch has arrived yet.
@@ -28,7 +28,7 @@ class FeedStep(Enum):
     Values:
         APPLY: apply its events.
         RESTART: forget the replica's blocks, then apply its events.
-        IGNORE: do nothing: it was applied before, or others are missing before it.
+        IGNORE: do nothing, because it was applied before, or batches before it are missing.
     """
 
     APPLY = auto()
@@ -47,10 +47,10 @@ class EventFeed:
         self._last_live = -1
 
     def accept(self, seq: int, events: Sequence[KVEvent], *, is_replay: bool = False) -> FeedStep:
-        """Take a batch and return what to do with it.
+        """Take a batch and return the treatment of it.
 
-        The batch 0 begins with an empty cache, and one that begins with `AllBlocksCleared` needs none before it. A
-        publisher sends each number once and in order: one that comes again is of a publisher that was started again.
+        Batch 0 begins with an empty cache, and a batch that begins with `AllBlocksCleared` needs no earlier batches. A
+        publisher sends each number once and in order, so a repeated number means that the publisher was restarted.
         """
         if not is_replay:
             if seq <= self._last_live:
@@ -73,5 +73,5 @@ class EventFeed:
             self.num_gaps += 1
 
     def reset(self) -> None:
-        """Begin anew, for another publisher."""
+        """Start again with another publisher."""
         self.state, self.next_seq, self._last_live = FeedState.UNKNOWN, 0, -1

@@ -1,4 +1,4 @@
-"""The work that a router has given to each replica and that is not done yet, in tokens, and how long tokens take."""
+"""The unfinished work that a router has given to each replica, in tokens, and the time that tokens take."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import heapq
 from dataclasses import dataclass
 from math import exp2
 
-# Weights of the latest measurement of all replicas' speed, after the first ones, and of how slow one replica is.
+# Weights of the latest measurement in the speed of all replicas, after the first ones, and in a replica's slowness.
 SPEED_WEIGHT, SLOWNESS_WEIGHT = 0.02, 0.03
-# Bounds of a measurement, as multiples of what was expected: one slow start says little.
+# Bounds of a measurement, as multiples of the expected time, because one slow start means little.
 MEASURED_BOUNDS = (0.25, 4.0)
-# Least part of the mean time for each token that is not the overhead of a request.
+# Minimum of a token's time, as a share of the mean time per token; the rest is the overhead of requests.
 LEAST_SLOPE = 0.25
-# Seconds after which half is left of what a replica has computed, and of how much slower or faster than others it is:
-# it is not so for ever where it gets no requests that would measure it again.
+# Half-life of a replica's computed tokens, and of its difference in speed from the others, so that a replica without
+# requests, which is not measured again, does not count as slow for ever.
 HALF_LIFE_S = 60.0
 
 
 class Speed:
-    """Time to the first token of a request in any replica: a line through the measured requests, the latest most."""
+    """Time to the first token of a request on any replica: a line fitted to measured requests, mostly the latest."""
 
     __slots__ = ("_moments", "_num_measured", "overhead_s", "seconds_per_token")
 
     def __init__(self, seconds_per_token: float) -> None:
         self.seconds_per_token = seconds_per_token
         self.overhead_s = 0.0
-        # Means of the tokens x and the seconds y of a request: x, y, x * x, x * y.
+        # Means over requests with x tokens and y seconds: x, y, x * x, x * y.
         self._moments = (0.0, 0.0, 0.0, 0.0)
         self._num_measured = 0
 
     def expected_s(self, num_tokens: int) -> float:
-        """Return the expected time of some tokens."""
+        """Return the expected time for some tokens."""
         return self.overhead_s + num_tokens * self.seconds_per_token
 
     def measure(self, seconds: float, num_tokens: int) -> None:
-        """Record the seconds to a request's first token, and the tokens that were computed until then, at least 1."""
+        """Record the seconds to a request's first token, and the number of tokens computed until then, at least 1."""
         seconds = _bounded(seconds, self.expected_s(num_tokens))
         self._num_measured += 1
         weight = max(SPEED_WEIGHT, 1 / self._num_measured)
@@ -54,17 +54,17 @@ class ReplicaLoad:
     """The work of one replica.
 
     Attributes:
-        pending_tokens: tokens of prompts to be computed, of requests without an answer yet.
+        pending_tokens: tokens of prompts to compute, of requests whose answer has not begun.
         num_streams: requests whose answer has begun.
         num_requests: requests so far.
-        computed_tokens: tokens of prompts that were given to it and that it was not expected to have.
-        recent_tokens: the same, of which half is forgotten in `HALF_LIFE_S`, when the last ones were given to it.
-        given_s: moment of that.
+        computed_tokens: tokens of its prompts that were not expected in its cache.
+        recent_tokens: `computed_tokens` with the half-life `HALF_LIFE_S`, as of `given_s`.
+        given_s: time of its last request.
         other_tokens: tokens that requests of other routers add to its queue.
         is_available: False while it takes no requests.
-        version: rises with each change.
-        slowness: its time for the same tokens, as a multiple of the others', when it was measured last; 1 before.
-        measured_s: moment of that measurement.
+        version: number that rises with each change.
+        slowness: its time for the same tokens, as a multiple of the others', as of `measured_s`; 1 before.
+        measured_s: time of its last measurement.
     """
 
     pending_tokens: int = 0
@@ -80,46 +80,46 @@ class ReplicaLoad:
     measured_s: float = 0.0
 
     def recent_at(self, now_s: float) -> float:
-        """Return the tokens that it was given to compute, the latest most."""
+        """Return the tokens that it was given to compute, weighted by recency."""
         return self.recent_tokens * _share_left(self.given_s, now_s)
 
     def give(self, num_tokens: int, now_s: float) -> None:
-        """Give it a prompt of which some tokens are to be computed."""
+        """Add a prompt with `num_tokens` tokens to compute."""
         self.recent_tokens, self.given_s = self.recent_at(now_s) + num_tokens, now_s
         self.pending_tokens += num_tokens
         self.computed_tokens += num_tokens
         self.num_requests += 1
 
     def slowness_at(self, now_s: float) -> float:
-        """Return how many times as long as the others the replica is expected to take."""
+        """Return the expected time of the replica, as a multiple of the others'."""
         return 1.0 + (self.slowness - 1.0) * _share_left(self.measured_s, now_s)
 
     def measure(self, seconds: float, expected_s: float, now_s: float) -> None:
-        """Record the seconds to a request's first token beside those that any replica is expected to take."""
+        """Record the seconds to a request's first token, and the expected seconds on any replica."""
         before = self.slowness_at(now_s)
         self.slowness = before + SLOWNESS_WEIGHT * (_bounded(seconds, before * expected_s) / expected_s - before)
         self.measured_s = now_s
 
 
 def _share_left(since_s: float, now_s: float) -> float:
-    """Return the share of what was known at a moment that counts now."""
+    """Return the share of a value of `since_s` that is left after the decay until now."""
     return exp2(min(0.0, since_s - now_s) / HALF_LIFE_S)
 
 
 def _bounded(seconds: float, expected_s: float) -> float:
-    """Return measured seconds within the bounds about those that were expected."""
+    """Return measured seconds, limited to bounds around the expected seconds."""
     low, high = MEASURED_BOUNDS
     return min(max(seconds, low * expected_s), high * expected_s)
 
 
 class LoadOrder:
-    """The replicas in the order of their queues, without a look at each of them."""
+    """The replicas in the order of their queues, in a heap."""
 
     def __init__(self, stream_tokens: int, speed: Speed) -> None:
         self.loads: dict[int, ReplicaLoad] = {}
         self._speed = speed
         self._stream_tokens = stream_tokens
-        # (queue, computed tokens, replica, version); entries of older versions are void.
+        # (queue, computed tokens, replica, version); entries of older versions are invalid.
         self._heap: list[tuple[float, int, int, int]] = []
 
     def own_tokens(self, replica: int) -> int:
@@ -146,7 +146,7 @@ class LoadOrder:
             heapq.heapify(self._heap)
 
     def least(self, count: int, excluded: frozenset[int]) -> list[int]:
-        """Return the available replicas with the shortest queues; of equal ones, those that computed least."""
+        """Return the available replicas with the shortest queues; of equal queues, the fewest computed tokens first."""
         found: list[int] = []
         popped: list[tuple[float, int, int, int]] = []
         while self._heap and len(found) < count:

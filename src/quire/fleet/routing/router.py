@@ -1,14 +1,14 @@
-"""The router: it sends each request where it is expected to begin first.
+"""The router: it sends each request to the replica that is expected to begin with it first.
 
 ```
- score of a replica = seconds of computing that its cache saves + what keeping them is worth - seconds of its queue
-                      - a part of what it has computed lately beyond the others
+ score of a replica = seconds of computing that its cache saves + value of keeping them - seconds of its queue
+                      - a part of its recent computing beyond the other replicas'
 ```
 
-Other policies are `round_robin` and `least_loaded`, which do not look at prompts. All parts of the score come from what
-the router knows: KV events say what a cache holds, and the router itself has sent what is queued and was computed.
-A session's next prompt is expected to hit its last one before the events say so. Where events are missing, the cache
-counts as empty, so the shortest queue decides. The same calls give the same decisions: times are arguments.
+Other policies are `round_robin` and `least_loaded`, which ignore prompts. The router knows all parts of the score: KV
+events state the contents of a cache, and the router itself has sent the queued and computed requests. A session's next
+prompt is expected to hit its last prompt before the events say so. If events are missing, the cache counts as empty, so
+the shortest queue decides. The same calls result in the same decisions, because times are arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.memory.prefix.token_chain import TOKEN_BYTES
 
 # Names as in SGLang's and vLLM's routers.
 POLICIES = ("cache_aware", "least_loaded", "round_robin")
-# Replicas that are compared: those with the longest hits, and those with the shortest queues.
+# Maximum numbers of replicas that are compared: of the longest hits, and of the shortest queues.
 MAX_HOLDERS = 64
 MAX_IDLE = 8
 
@@ -39,16 +39,15 @@ class RouterConfig:
     Args:
         policy: one of `POLICIES`.
         seconds_per_token: time to compute a token of a prompt, until it is measured.
-        stream_tokens: tokens of a prompt that take as long as what a running stream adds to the wait of others.
-        hit_weight: value of a token that is hit, in tokens to compute. What is above 1 is the value of a place in a
-            cache, the same on slow and fast replicas: a token that is not hit takes the place of another one, which may
-            have to be computed again.
-        balance_weight: value of a token that a replica computed lately and others did not, in tokens to compute: what
-            comes to a busy cache takes the place of what will be asked for, and sessions that begin there come again.
-        tie_tokens: tokens of a prompt by whose time scores may differ and count as equal.
-        max_sessions: number of sessions that are remembered.
-        session_s: time for which a session's last prompt is expected in a cache whose events are not known.
-        announce_s: time for which it is expected in one whose events are known: they come with the step.
+        stream_tokens: delay of other requests by a running stream, in tokens of a prompt.
+        hit_weight: value of a hit token, in tokens to compute. The part above 1 is the value of a slot in a cache, on
+            slow and fast replicas: a token that is not hit evicts another one, which may have to be computed again.
+        balance_weight: cost of a token that a replica has recently computed more than others, in tokens to compute: new
+            tokens in a busy cache evict tokens that will be requested, and sessions that begin there return.
+        tie_tokens: difference of scores that count as equal, as the time of tokens of a prompt.
+        max_sessions: number of sessions that are stored.
+        session_s: time for which a session's last prompt is expected in a cache whose events are unknown.
+        announce_s: time for which it is expected in a cache whose events are known; they arrive with the step.
     """
 
     policy: str = "cache_aware"
@@ -68,12 +67,12 @@ class RouterConfig:
 
 
 class RouteRequest(NamedTuple):
-    """The part of a request that decides where it goes.
+    """The part of a request that determines its replica.
 
     Args:
-        token_ids: tokens of the prompt; empty where they are not known.
+        token_ids: tokens of the prompt; empty if they are unknown.
         scope: scope within which it shares blocks.
-        session: name of its conversation, None without one.
+        session: name of its conversation; None without one.
     """
 
     token_ids: Sequence[int]
@@ -83,14 +82,14 @@ class RouteRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """Where a request was sent.
+    """The replica for a request, with the reasons.
 
     Args:
         replica: name of the replica.
         hit: expected hit.
         score: score of the replica, in seconds.
         num_tokens: tokens of the prompt.
-        is_by_session: True where its session's last request says that the cache has it, and not the events.
+        is_by_session: True if the hit is expected because of the session's last request, not because of events.
     """
 
     replica: str
@@ -135,8 +134,8 @@ class Router:
         """Add a replica with an empty cache.
 
         Args:
-            name: name of the replica; it has none of the present ones'.
-            block_size: tokens of its blocks; 0 takes the largest of its events.
+            name: name of the replica, different from all others.
+            block_size: tokens per block; 0 for the largest block size in its events.
         """
         if name in self._numbers:
             raise ValueError(f"replicas must have different names, got {name!r} twice")
@@ -149,37 +148,37 @@ class Router:
         self._order.update(number)
 
     def remove_replica(self, name: str) -> None:
-        """Remove a replica; ends of its requests may still be reported."""
+        """Remove a replica; the ends of its requests may be reported later."""
         number = self._numbers.pop(name)
         del self._names[number], self.feeds[name], self._order.loads[number]
         self.tree.remove_replica(number)
         self._sessions.forget(number)
 
     def set_available(self, name: str, is_available: bool) -> None:
-        """Let a replica take requests, or no more."""
+        """Set whether a replica takes requests."""
         number = self._numbers[name]
         self._order.loads[number].is_available = is_available
         self._order.update(number)
 
     def set_others(self, name: str, num_tokens: int) -> None:
-        """Set what requests of other routers add to a replica's queue, in tokens of prompts."""
+        """Set the tokens of prompts that requests of other routers add to a replica's queue."""
         number = self._numbers[name]
         self._order.loads[number].other_tokens = num_tokens
         self._order.update(number)
 
     def own_tokens(self, name: str) -> int:
-        """Return the length of a replica's queue in tokens of prompts, as far as this router has filled it."""
+        """Return the length of a replica's queue in tokens of prompts, for requests of this router only."""
         return self._order.own_tokens(self._numbers[name])
 
     def restart_replica(self, name: str) -> None:
-        """Forget a replica's blocks and sessions: it was started again."""
+        """Forget the blocks and sessions of a replica that was restarted."""
         number = self._numbers[name]
         self.feeds[name].reset()
         self.tree.clear(number)
         self._sessions.forget(number)
 
     def load_of(self, name: str) -> ReplicaLoad:
-        """Return a replica's work; do not change it."""
+        """Return a replica's work, which must not be changed."""
         return self._order.loads[self._numbers[name]]
 
     def queue_s(self, name: str) -> float:
@@ -187,7 +186,7 @@ class Router:
         return self._order.queue_s(self._numbers[name])
 
     def num_blocks(self, name: str) -> int:
-        """Return the number of different blocks that a replica is known to hold."""
+        """Return the number of different blocks in a replica's cache, as far as known."""
         return self.tree.num_blocks(self._numbers[name])
 
     # ---- events ----
@@ -199,10 +198,10 @@ class Router:
             name: name of the replica.
             seq: number of the batch.
             events: its events.
-            is_replay: True for a batch that was asked for.
+            is_replay: True for a batch that was requested.
 
         Returns:
-            What is known now; at `GAP`, ask for a replay from `feeds[name].next_seq`, or for all blocks.
+            The state of the feed; after `GAP`, request a replay from `feeds[name].next_seq`, or all blocks.
         """
         number, feed = self._numbers[name], self.feeds[name]
         step = feed.accept(seq, events, is_replay=is_replay)
@@ -219,11 +218,11 @@ class Router:
 
         Args:
             request: the request.
-            now_s: present time in seconds, monotonic.
-            excluded: names of replicas that are not to be chosen.
+            now_s: current time in seconds, monotonic.
+            excluded: names of replicas that must not be chosen.
 
         Returns:
-            The route; None where no replica takes requests.
+            The route; None if no replica takes requests.
         """
         routes = self.rank(request, now_s, excluded)
         if not routes:
@@ -234,7 +233,7 @@ class Router:
     def rank(self, request: RouteRequest, now_s: float, excluded: Iterable[str] = ()) -> list[Route]:
         """Return routes for a request, the best first; none of them counts as work before `begin`.
 
-        Of many replicas, those with the longest hits and those with the shortest queues are ranked. See `route`.
+        Of many replicas, only the longest hits and the shortest queues are ranked. See `route`.
         """
         skipped = frozenset(self._numbers[name] for name in excluded if name in self._numbers)
         if self.config.policy != "cache_aware":
@@ -252,17 +251,17 @@ class Router:
             if expected is not None and number == expected[0] and expected[1].value > hit.value:
                 hit, is_by_session = expected[1], True
             load = self._order.loads[number]
-            # At most the hit's own value is lost: without hits, queues and speeds decide.
+            # The cost is at most the hit's value, so that without hits, queues and speeds decide.
             excess = min(self.config.balance_weight * (num_recent - least), self.config.hit_weight * hit.value)
             kept_s = ((self.config.hit_weight - 1) * hit.value - excess) * token_s
             num_computed = len(request.token_ids) - hit.value + self._order.queue_tokens(number)
-            # The time to compute the whole prompt would be the same everywhere, if replicas were alike.
+            # The time to compute the whole prompt is a constant, equal for all replicas.
             saved_s = (len(request.token_ids) - num_computed * load.slowness_at(now_s)) * token_s
             name = self._names[number]
             routes.append(Route(name, hit, saved_s + kept_s, len(request.token_ids), is_by_session, number))
         if not routes:
             return routes
-        # Nearly equal scores keep the order of the candidates: the shortest queue first.
+        # Nearly equal scores keep the order of the candidates, the shortest queue first.
         least = max(route.score for route in routes) - self.config.tie_tokens * token_s
         return sorted(routes, key=lambda route: -min(route.score, least))
 
@@ -288,7 +287,7 @@ class Router:
         route._phase = max(route._phase, 1)
 
     def end(self, route: Route) -> None:
-        """Record that a request has ended, whole or not; further calls do nothing."""
+        """Record that a request has ended, complete or not; further calls do nothing."""
         load = self._order.loads.get(route._number)
         if load is not None and route._phase < 2:
             if route._phase == 0:
@@ -301,17 +300,17 @@ class Router:
     # ---- parts ----
 
     def _rank_by_policy(self, request: RouteRequest, skipped: frozenset[int]) -> list[Route]:
-        """Return routes in turn, or by queues; nothing is said of hits."""
+        """Return routes for `round_robin` or `least_loaded`, without hits."""
         if self.config.policy == "least_loaded":
             numbers = self._order.least(MAX_IDLE, skipped)
         else:
-            # After the replica that had the last turn come those that were added later, then the first ones.
+            # The next replica is the one added after the replica of the last turn, cyclically.
             able = (each for each, load in self._order.loads.items() if load.is_available and each not in skipped)
             numbers = sorted(able, key=lambda number: (number <= self._last_turn, number))
         return [Route(self._names[each], NO_HIT, 0.0, len(request.token_ids), _number=each) for each in numbers]
 
     def _measure(self, load: ReplicaLoad, seconds: float, num_tokens: int, now_s: float) -> None:
-        """Record the time to a first token, of a request that waited for some tokens and was then computed itself."""
+        """Record the time to a request's first token; `num_tokens` includes the tokens queued before the request."""
         if num_tokens > 0 and seconds > 0:
             load.measure(seconds, self._speed.expected_s(num_tokens), now_s)
             self._speed.measure(seconds, num_tokens)
@@ -324,7 +323,7 @@ class Router:
         skipped: frozenset[int],
         paths: dict[int, list[ShadowNode]],
     ) -> list[int]:
-        """Return the replicas to compare: the shortest queues first, so that they win ties."""
+        """Return the replicas to compare, the shortest queues first, so that they win ties."""
         order = self._order
         chosen = dict.fromkeys(order.least(MAX_IDLE, skipped))
         num_holders = 0
@@ -342,13 +341,13 @@ class Router:
         return list(chosen)
 
     def _hit(self, number: int, paths: dict[int, list[ShadowNode]], token_bytes: bytes, scope: Scope) -> Hit:
-        """Return the hit of a prompt in a replica's cache, as far as its events are known."""
+        """Return the hit of a prompt in a replica's cache; no hit unless all its events are known."""
         if not token_bytes or self.feeds[self._names[number]].state is not FeedState.SYNCED:
             return NO_HIT
         return self.tree.hit(number, paths[self.tree.replicas[number].block_size], token_bytes, scope)
 
     def _expected(self, request: RouteRequest, token_bytes: bytes, now_s: float) -> tuple[int, Hit] | None:
-        """Return the replica of a session's last request, and the hit that is expected there."""
+        """Return the replica of a session's last request, and the expected hit there; None if there is none."""
         if request.session is None:
             return None
         visit = self._sessions.find(request.session, request.scope, token_bytes)

@@ -1,4 +1,4 @@
-"""Sessions: where the last prompt of each conversation went, and what of the next one that replica will have."""
+"""Sessions: the replica of each conversation's last prompt, which is expected to be cached there."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Visit(NamedTuple):
     """The last request of a session.
 
     Args:
-        replica: number of the replica that it went to.
+        replica: number of its replica.
         num_bytes: length of its encoded prompt.
         digest: digest of its scope and its encoded prompt.
-        at_s: time when it was routed.
+        at_s: time at which it was routed.
     """
 
     replica: int
@@ -31,7 +31,7 @@ class Sessions:
         self._visits: OrderedDict[str, Visit] = OrderedDict()
 
     def find(self, session: str, scope: tuple[str | None, ...], token_bytes: bytes) -> Visit | None:
-        """Return the last request of a session, if a prompt continues it; its length is then what both share."""
+        """Return the last request of a session if a prompt begins with the request's whole prompt, else None."""
         visit = self._visits.get(session)
         if visit is None or visit.num_bytes > len(token_bytes):
             return None
@@ -40,14 +40,14 @@ class Sessions:
     def record(
         self, session: str, replica: int, scope: tuple[str | None, ...], token_bytes: bytes, now_s: float
     ) -> None:
-        """Record where a request of a session was routed."""
+        """Record the replica of a session's request."""
         self._visits[session] = Visit(replica, len(token_bytes), _digest(scope, token_bytes), now_s)
         self._visits.move_to_end(session)
         if len(self._visits) > self._limit:
             self._visits.popitem(last=False)
 
     def forget(self, replica: int) -> None:
-        """Forget all sessions whose last request went to a replica."""
+        """Forget all sessions whose last request was sent to a replica."""
         for session in [session for session, visit in self._visits.items() if visit.replica == replica]:
             del self._visits[session]
 

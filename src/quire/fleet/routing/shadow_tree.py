@@ -1,14 +1,14 @@
-"""The shadow tree: what the caches of all replicas hold, as their KV events say.
+"""The shadow tree: the contents of all replicas' caches, from their KV events.
 
 ```
- namespace --- [ a ] --- [ b ] --- [ c ]        a node: one block of tokens behind those before it
-                 {0, 1}    {0, 1}  |  {0}       its holders: replicas, with the groups and tiers that have it
+ namespace --- [ a ] --- [ b ] --- [ c ]        a node: one block of tokens, after its parent's
+                 {0, 1}    {0, 1}  |  {0}       its holders: replicas, with groups and tiers of the block
                                    +--- [ x ]
                                           {1}
 ```
 
-Logically each replica has a tree of its own. All of them share the nodes, so that a prompt is compared once, block by
-block, whatever the number of replicas. Tokens are compared, not hashes: hashes of two replicas have nothing in common.
+Logically each replica has its own tree. The trees share nodes, so that a prompt is compared only once, block by block,
+for any number of replicas. Tokens are compared, not hashes, because two replicas' hashes of a block differ.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from quire.memory.kv_events import MAX_GROUPS, TENANT, AllBlocksCleared, BlockRe
 from quire.memory.prefix.token_chain import TOKEN_BYTES, num_common
 from quire.memory.specs import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 
-# Number of blocks behind a prompt's whole blocks that are compared with its last tokens.
+# Number of blocks after a prompt's whole blocks that are compared with its last tokens.
 MAX_PARTIAL = 32
-# Number of removed blocks that are remembered, besides half as many as there are.
+# Number of removed blocks that are stored, in addition to half the number of present blocks.
 MIN_TOMBSTONES = 64
-# Parts of the computing time of a block that a hit saves, by the tier: blocks of lower tiers must be copied first.
+# Share of a block's computing time that a hit saves, by tier: blocks of lower tiers must be copied first.
 TIER_VALUES = {"GPU": 1.0, "CPU": 0.9, "STORAGE": 0.5}
 _TIERS = tuple(TIER_VALUES)
-# The bits of each tier, of all groups, with the tier's value.
+# The bits of each tier for all groups, with the tier's value.
 _TIER_BITS = tuple(
     (sum(1 << group_idx * len(_TIERS) + tier for group_idx in range(MAX_GROUPS)), value)
     for tier, value in enumerate(TIER_VALUES.values())
@@ -41,8 +41,8 @@ class Scope(NamedTuple):
     """The scope within which requests share blocks, as a router knows it.
 
     Args:
-        adapter: name of the adapter, None for the model alone.
-        cache_salt: salt as engines keep it.
+        adapter: name of the adapter; None for the model alone.
+        cache_salt: salt in the engines' form.
         tenant: tenant of the client.
     """
 
@@ -56,7 +56,7 @@ class Hit(NamedTuple):
 
     Args:
         num_tokens: length of the prefix.
-        value: tokens of it that count as saved, fewer where blocks are on lower tiers.
+        value: tokens that count as saved; fewer if blocks are on lower tiers.
     """
 
     num_tokens: int
@@ -132,17 +132,17 @@ class ShadowTree:
                 assert isinstance(event, AllBlocksCleared)
                 self.clear(replica)
 
-    # ---- questions ----
+    # ---- queries ----
 
     def num_blocks(self, replica: int) -> int:
-        """Return the number of different blocks that a replica holds."""
+        """Return the number of different blocks in a replica's cache."""
         return len(self.replicas[replica].nodes)
 
     def path(self, token_bytes: bytes, scope: Scope, block_size: int) -> list[ShadowNode]:
-        """Return the nodes of a prompt's leading whole blocks, as far as any replica has had them."""
+        """Return the nodes of a prompt's leading whole blocks, up to the first block without a node."""
         node = self._roots.get(scope)
         size, found = block_size * TOKEN_BYTES, list[ShadowNode]()
-        if not size:  # of a replica without events
+        if not size:  # a replica without events
             return found
         # At least one token is left to compute.
         for start in range(0, (len(token_bytes) - TOKEN_BYTES) // size * size, size):
@@ -169,12 +169,12 @@ class ShadowTree:
         return Hit(length * blocks.block_size + num_partial, value + num_partial)
 
     def contents(self, replica: int) -> dict[int, int]:
-        """Return the hashes of a replica's blocks, each with the bits of groups and tiers that hold it."""
+        """Return the hashes of a replica's blocks, each with the bits of its groups and tiers."""
         return {name: node.holders[replica] for name, node in self.replicas[replica].nodes.items()}
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, roots included."""
+        """Number of nodes, including roots."""
         pending, count = list(self._roots.values()), 0
         while pending:
             count += 1
@@ -184,7 +184,7 @@ class ShadowTree:
     # ---- parts ----
 
     def _store(self, blocks: ReplicaBlocks, event: BlockStored) -> None:
-        if event.block_size > blocks.block_size:  # the first events may be of tails
+        if event.block_size > blocks.block_size:  # the first events may be for partial blocks
             blocks.block_size = event.block_size
             blocks.specs = {idx: replace(spec, block_size=event.block_size) for idx, spec in blocks.specs.items()}
         if event.group_idx not in blocks.specs:
@@ -234,7 +234,7 @@ class ShadowTree:
                 self._prune(oldest)
 
     def _prune(self, node: ShadowNode) -> None:
-        """Remove a node without holders and children, and those above it that have none then."""
+        """Remove a node without holders and children, and then its ancestors without any."""
         while node.parent is not None and not node.holders and not node.children:
             parent, node.parent = node.parent, None
             del parent.children[node.content]
@@ -251,22 +251,22 @@ class _HeldBlocks:
         self._bits = ((1 << len(_TIERS)) - 1) << group_idx * len(_TIERS)
 
     def leading(self, limit: int) -> int:
-        """Return the number of leading blocks, at most `limit`, that are all held."""
+        """Return the number of leading blocks without a gap, at most `limit`."""
         return next((idx for idx in range(limit) if not self._masks[idx] & self._bits), limit)
 
     def last_gap(self, start: int, end: int) -> int:
-        """Return the last block in `[start, end)` that is not held, or -1."""
+        """Return the last block in `[start, end)` that the replica does not hold, or -1."""
         return next((idx for idx in range(end - 1, start - 1, -1) if not self._masks[idx] & self._bits), -1)
 
 
 def bit_of(group_idx: int, medium: str) -> int:
-    """Return the bit of a group and a tier in the masks of holders; tiers that are not known count as the lowest."""
+    """Return the bit of a group and a tier in the masks of holders; unknown tiers count as the lowest."""
     tier = _TIERS.index(medium) if medium in TIER_VALUES else len(_TIERS) - 1
     return 1 << group_idx * len(_TIERS) + tier
 
 
 def _longest(specs: dict[int, _Spec], masks: Sequence[int]) -> int:
-    """Return the longest prefix, in blocks, that all groups can serve, by the same rules as an engine's."""
+    """Return the longest prefix, in blocks, that all groups can serve, by the rules of an engine."""
     length = len(masks)
     runs = [(spec, _HeldBlocks(masks, group_idx)) for group_idx, spec in specs.items()]
     while length:
@@ -275,7 +275,7 @@ def _longest(specs: dict[int, _Spec], masks: Sequence[int]) -> int:
             length = spec.longest_hit(run, length)
         if length < before:
             continue
-        # At the end of a chunk no block is needed; then the last one must be there nevertheless.
+        # At the end of a chunk no block is needed; the last block must be present nevertheless.
         size = runs[0][0].block_size
         if masks[length - 1] or any(spec.first_live_token(length * size) < length * size for spec, _ in runs):
             break
@@ -284,14 +284,14 @@ def _longest(specs: dict[int, _Spec], masks: Sequence[int]) -> int:
 
 
 def _value_of(mask: int) -> float:
-    """Return the value of a block by the best tier that has it in any group."""
+    """Return the value of a block, by its best tier in any group."""
     return next((value for bits, value in _TIER_BITS if mask & bits), 0.0)
 
 
 def _longest_partial(node: ShadowNode, replica: int, wanted: bytes) -> int:
-    """Return the most leading tokens that a replica's blocks behind a node have in common with what is wanted.
+    """Return the longest common prefix, in tokens, of the wanted tokens and the replica's blocks below a node.
 
-    The most recent blocks are compared. A block with media is hit only as a whole.
+    Only the most recent blocks are compared. A block with media is hit only as a whole.
     """
     best = 0
     for content in islice(reversed(node.children), MAX_PARTIAL):
@@ -302,7 +302,7 @@ def _longest_partial(node: ShadowNode, replica: int, wanted: bytes) -> int:
 
 
 def _scope_of(event: BlockStored) -> Scope:
-    """Return the scope of a block that begins a namespace."""
+    """Return the scope of the first block of a chain."""
     keys: Sequence[ExtraKey] = (event.extra_keys[0] or ()) if event.extra_keys else ()
     salt = next((key for key in keys if isinstance(key, str)), None)
     tenant = next((key[1] for key in keys if not isinstance(key, str) and key[0] == TENANT), None)
@@ -310,7 +310,7 @@ def _scope_of(event: BlockStored) -> Scope:
 
 
 def _media_content(keys: Sequence[ExtraKey]) -> bytes:
-    """Return what the media of a block add to its content; salts and tenants are in the scope."""
+    """Return the addition of a block's media to its content; salts and tenants are in the scope."""
     spans = [key for key in keys if not isinstance(key, str) and key[0] != TENANT]
     return repr(spans).encode() if spans else b""
 
