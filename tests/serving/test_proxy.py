@@ -27,7 +27,7 @@ def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
 
 @pytest.fixture(scope="module")
 def fleet(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcesses]:
-    with fleet_of(folder, tmp_path_factory.mktemp("logs"), 2) as fleet:
+    with fleet_of(folder, tmp_path_factory.mktemp("logs"), 2, "--pin-limit", "0.5") as fleet:
         yield fleet
 
 
@@ -130,6 +130,14 @@ def test_the_rest_of_the_surface_passes_through(fleet: FleetProcesses) -> None:
     assert http.post("/v1/completions", content=b"x" * (9 << 20)).status_code == 413
     wrong = http.post("/router/drain", json={"replica": "nobody"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "replica")
+
+
+def test_a_change_of_all_servers_is_answered_by_the_one_that_refused_it(settled: FleetProcesses) -> None:
+    first, second = settled.servers
+    pinned = first.http.post("/pin_prefix", json={"name": "mine", "prompt": "pinned by one server " * 10})
+    assert pinned.status_code == 200, pinned.text
+    answer = settled.http.post("/unpin_prefix", json={"name": "mine"})
+    assert (answer.status_code, answer.headers[REPLICA]) == (400, second.url)
 
 
 def test_a_stream_is_that_of_a_server(settled: FleetProcesses) -> None:

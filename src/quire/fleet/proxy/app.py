@@ -139,6 +139,7 @@ class Proxy:
         """Send a request to every server that is up; answer with the first error, or else the first answer."""
         replicas = [replica for replica in self._fleet.replicas.values() if replica.is_up]
         chosen: Answer | None = None
+        name = ""  # of the server whose answer is chosen
         try:
             for replica in replicas:
                 try:
@@ -148,13 +149,13 @@ class Proxy:
                     why = f"{replica.name} was lost, those before it have done it: {error}"
                     raise unavailable(why, "replica_lost") from error
                 if chosen is None or (chosen.status < 400 <= response.status):
-                    chosen, response = response, chosen
+                    chosen, response, name = response, chosen, replica.name
                 if response is not None:
                     response.close()
             if chosen is None:
                 await exchange.give_up(False)
             else:
-                await exchange.relay(chosen, replicas[0].name)
+                await exchange.relay(chosen, name)
         finally:
             if chosen is not None:
                 chosen.close()
