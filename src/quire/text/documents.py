@@ -1,4 +1,4 @@
-"""Texts that are read from files as documents: for calibrations and for measurements of quality."""
+"""Documents that are read from text files, for calibrations and for measurements of quality."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JSON_LINES: Final = ".jsonl"
 
 
 def bundled_text(name: str) -> Path:
-    """Return the path of a text that the package ships."""
+    """Return the path of a text file that the package ships."""
     return Path(str(resources.files("quire.models").joinpath("bundled", name)))
 
 
@@ -34,7 +34,7 @@ def read_text(path: Path, field: str) -> str:
 
 
 def encode_lines(path: Path, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
-    """Yield the tokens of each line of a file that has text, as a document.
+    """Yield the tokens of each document of a file: one document per line that is not blank.
 
     In a file of JSON lines, a document is an object with `text`, or with `messages`, which the chat template renders.
 

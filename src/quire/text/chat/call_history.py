@@ -1,4 +1,4 @@
-"""Earlier calls of tools in the form that a chat template reads, or in the content where it reads none."""
+"""Earlier tool calls in the form that a chat template reads, or in the content if it reads no calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.text.chat.written_calls import writes_no_calls, written_calls
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a call: an object, and JSON where a template takes them for a text, as DeepSeek's do."""
+    """The arguments of a call: an object, or its JSON if a template uses it as a text, as DeepSeek's templates do."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -22,7 +22,7 @@ class Arguments(dict[str, Any]):
 
 
 def put_calls_in_form(messages: list[dict[str, Any]], source: str) -> None:
-    """Bring the calls of messages into the form that a template expects: into the content where it writes none."""
+    """Convert the calls of messages in place; for a template that writes no calls, move them into the content."""
     is_written = writes_no_calls(source)
     for message in messages:
         calls = message.get("tool_calls", [])

@@ -1,4 +1,4 @@
-"""A rendered conversation: the prompt, and which of its characters clients wrote."""
+"""A rendered conversation: the prompt, with marks at the characters that clients wrote."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quire.text.vocabulary.control_tokens import ControlTokens
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as a template wrote it.
+    """A conversation rendered by a chat template.
 
     Args:
         text: the prompt.
-        marked: the prompt with marks in the texts of clients (see `text.vocabulary.marks`); None where it has no mark.
-        control: control tokens that these texts may not become; None where there are no marks.
+        marked: the prompt with marks in the texts of clients (see `text.vocabulary.marks`); None if it has no mark.
+        control: control tokens that these texts may not become; None allows all.
     """
 
     text: str

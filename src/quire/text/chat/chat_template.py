@@ -20,13 +20,21 @@ logger = logging.getLogger(__name__)
 
 # Names come from clients, so the number of warnings is limited.
 MAX_WARNINGS = 32
-# A text that no conversation has by chance; it ends the final message where that is to be continued.
+# A text that no conversation has by chance; it ends a final message that is to be continued.
 END_MARK = "[[end-of-the-message-to-continue]]"
-# A message of a conversation that only shows how a template goes on behind it.
+# Message of a conversation that is rendered only to find the text after the last message.
 PROBE = "The fox?"
 # The name of a warning that is given once.
 CONTROL_TEXTS: Final = "control texts"
 RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+
+
+class TemplateParts(NamedTuple):
+    """Arguments of `ChatTemplate` as plain data; `special_tokens` includes `bos_token` and `eos_token`."""
+
+    source: str
+    tool_source: str | None
+    special_tokens: dict[str, str]
 
 
 class ChatTemplate:
@@ -37,7 +45,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja template.
-        tool_source: template for conversations with tools; None where `source` serves them too.
+        tool_source: template for conversations with tools; None if `source` serves them too.
         bos_token: token that begins a text, or "".
         eos_token: token that ends a text, or "".
         special_tokens: further special tokens by name, for example `{"pad_token": "<pad>"}`.
@@ -61,7 +69,7 @@ class ChatTemplate:
         self._warned: set[str] = set()
         self._renderer = renderer or Renderer()
         self._special_tokens = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
-        # Programs give the same source with each conversation.
+        # Programs pass the same source with each conversation.
         self.with_source = lru_cache(maxsize=4)(self._with_source)
         # The template of conversations with tools.
         self.for_tools = self
@@ -75,8 +83,22 @@ class ChatTemplate:
                 renderer=self._renderer,
             )
 
+    @property
+    def parts(self) -> TemplateParts:
+        """Parts from which another process makes the same template."""
+        return TemplateParts(
+            self.source, None if self.for_tools is self else self.for_tools.source, dict(self._special_tokens)
+        )
+
+    @classmethod
+    def from_parts(cls, parts: TemplateParts) -> ChatTemplate:
+        """Return a template with the parts of another one."""
+        named = dict(parts.special_tokens)
+        begin, end = named.pop("bos_token", ""), named.pop("eos_token", "")
+        return cls(parts.source, tool_source=parts.tool_source, bos_token=begin, eos_token=end, special_tokens=named)
+
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """Render a conversation as a text, special tokens included; the arguments are those of `prompt`."""
+        """Render a conversation as a text, special tokens included; takes the arguments of `prompt`."""
         return self.prompt(messages, **options).text
 
     def prompt(
@@ -94,9 +116,9 @@ class ChatTemplate:
 
         Args:
             messages: conversation in the form of `normalise_messages`.
-            add_generation_prompt: True where the prompt ends with the beginning of the assistant's next message; None
+            add_generation_prompt: True if the prompt ends with the beginning of the assistant's next message; None
                 is True unless the final message is continued.
-            continue_final_message: True where the prompt ends with the content of the final message, for the model to
+            continue_final_message: True if the prompt ends with the content of the final message, for the model to
                 continue.
             tools: definitions of the functions that the model may call, as JSON schemas.
             variables: variables of this model's template, for example `{"enable_thinking": False}`.
@@ -165,13 +187,13 @@ class ChatTemplate:
         return given
 
     def used_variables(self, variables: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the variables that the template uses, or that `render` refuses; each other one is warned of once.
+        """Return the variables that the template uses or that `render` refuses; log each other variable once.
 
         Clients send switches such as `enable_thinking` to models of all kinds.
 
         Args:
             variables: variables by name.
-            hints: variables of one meaning, of which a template uses some; `variables` override them.
+            hints: alternative names of one switch, some of which the template may use; `variables` override them.
         """
         used = {name: value for name, value in hints.items() if name in self._variables}
         unused = [] if used else list(hints)[:1]
@@ -200,7 +222,7 @@ class ChatTemplate:
 
     @property
     def supports_tools(self) -> bool:
-        """True where the template uses tools; False where it cannot be compiled."""
+        """True if the template uses tools; False if it does not, or cannot be compiled."""
         try:
             return "tools" in self.for_tools._variables
         except RequestError:
@@ -217,7 +239,7 @@ class ChatTemplate:
 
     @cached_property
     def turn_header(self) -> str:
-        """The text that the template writes behind the last message, before the model's; "" where it writes none."""
+        """The text that the template writes between the last message and the model's; "" if it writes none."""
         conversation = [{"role": "user", "content": PROBE}]
         try:
             prompt = self.render(conversation, add_generation_prompt=True)
@@ -243,7 +265,7 @@ class ChatTemplate:
 
     @cached_property
     def _forms(self) -> Mapping[str, str]:
-        """The form in which the template reads the content of each role; a string where that cannot be found out."""
+        """The form in which the template reads the content of each role; roles that are absent have strings."""
         try:
             return self._renderer.find_forms(self.source, {**self._special_tokens, "documents": None})
         except RequestError:
@@ -257,7 +279,7 @@ class ChatTemplate:
                 raise UnsupportedFeature(f"messages[{idx}].content", why)
 
     def _warn_once(self, name: str) -> bool:
-        """Return whether something is to be warned of, which it is once."""
+        """Return True if a name has had no warning yet, and record it; False also after `MAX_WARNINGS`."""
         if name in self._warned or len(self._warned) >= MAX_WARNINGS:
             return False
         self._warned.add(name)
@@ -281,7 +303,7 @@ def _sanitized(messages: Sequence[Message], sanitizing: str) -> list[bool]:
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> None:
-    """Put the mark behind the content of the final message; a template may trim white space, but not before a mark."""
+    """Append the end mark to the content of the final message, so that a template trims no white space there."""
     final = messages[-1]
     if final["role"] != "assistant" or final.get("tool_calls"):
         allowed = "false unless the final message is the assistant's, without calls"
@@ -305,7 +327,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
-    """Return a model's template where it has one.
+    """Return a model's template.
 
     Raises:
         UnsupportedFeature: the model has no chat template.

@@ -1,8 +1,8 @@
 """The form in which a chat template reads the content of messages: a string, or a list of parts.
 
-Templates of vision models, and some others, read parts: with a string they write nothing, and say nothing. Some read
-parts for one role only. So a template writes a short conversation for each role, with a word in the content. Some,
-such as DeepSeek's, write calls of tools only where the content beside them is none; that is found in the same way.
+Templates of vision models, and some others, read parts: they silently drop a string. Some read parts for one role
+only. The form is found by rendering a short conversation for each role, with a probe word in the content. Some
+templates, such as DeepSeek's, write tool calls only if the content of their message is none; a probe finds this too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from itertools import product
 from typing import Any, Final
 
 STRING, PARTS, NONE, NOWHERE = "string", "parts", "none", "nowhere"
-# Beside the roles: the content of messages with calls and without text.
+# Key for the content of messages with calls and without text, in addition to the roles.
 CALLS: Final = "calls"
-# In the order of the probes: other roles come after a user's message, in the form that was found for it.
+# In the order of the probes: probes of other roles include a user's message, in the form that was found for it.
 ROLES: Final = ("user", "system", "assistant", "tool")
 WORD: Final = "kqprobe"
 # Some templates accept ids of nine characters only.
@@ -39,9 +39,9 @@ def texts_of(content: str | Sequence[Mapping[str, str]] | None) -> list[str]:
 
 
 def find_forms(write: Write) -> dict[str, str]:
-    """Return the form of each role, and that of `CALLS`: the first of string and parts that the template writes.
+    """Return the form of each role and of `CALLS`: the first of string and parts that the template writes.
 
-    `NOWHERE` is the form of a role whose content the template writes in no form; a role that it refuses has `STRING`.
+    A role whose content the template writes in no form has `NOWHERE`; a role that it refuses has `STRING`.
     """
     forms = dict.fromkeys(ROLES, STRING)
     for role in ROLES:
@@ -54,7 +54,7 @@ def find_forms(write: Write) -> dict[str, str]:
 
 
 def _first_written(tried: Iterable[tuple[str, Iterable[list[dict[str, Any]]]]], write: Write) -> str | None:
-    """Return the first form with a conversation whose word is written; `NOWHERE` if none, None if all are refused."""
+    """Return the first form whose probe word is written; `NOWHERE` if none is, None if all are refused."""
     is_accepted = False
     for form, conversations in tried:
         for messages, tools in product(conversations, (None, [TOOL])):
@@ -71,7 +71,7 @@ def _first_written(tried: Iterable[tuple[str, Iterable[list[dict[str, Any]]]]], 
 
 
 def _conversations(role: str, forms: Mapping[str, str]) -> Iterator[list[dict[str, Any]]]:
-    """Yield conversations with the word in the content of one role."""
+    """Yield conversations with the probe word in the content of one role."""
     user, word = _message("user", "x", forms), _message(role, WORD, forms)
     match role:
         case "user":

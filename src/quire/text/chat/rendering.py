@@ -23,8 +23,8 @@ TIMEOUT_S = 10.0
 # A conversation of maximum length takes a third of it.
 MEMORY_BYTES = 512 << 20
 MAX_PROCESSES = 2
-# The first byte of an answer; MARKED is a text with marks, and OTHER such a text that differs without them from the one
-# that the template wrote of unmarked texts.
+# The first byte of an answer. MARKED: a text with marks; OTHER: a text with marks that, without them, differs from the
+# text rendered from unmarked texts.
 DONE, MARKED, OTHER, BROKEN, FAILED = b"D", b"M", b"O", b"B", b"F"
 
 
@@ -33,10 +33,10 @@ class TemplateVariables(NamedTuple):
 
     Args:
         messages: messages in the form of `normalise_messages`.
-        given: further variables with texts of clients.
-        fixed: variables without them.
-        sanitized: flag of each message, True where its texts may not become control tokens.
-        is_given_sanitized: True where the texts of `given` may not.
+        given: further variables, with texts of clients.
+        fixed: variables without texts of clients.
+        sanitized: flag of each message, True if its texts may not become control tokens.
+        is_given_sanitized: True if the texts of `given` may not become control tokens.
     """
 
     messages: list[dict[str, Any]]
@@ -51,8 +51,8 @@ class Rendered(NamedTuple):
 
     Args:
         text: the text.
-        has_marks: True where the text has marks in place of some characters.
-        is_other: True where the template writes something else of texts without marks.
+        has_marks: True if the text has marks in place of some characters.
+        is_other: True if the template writes a different text when the texts of clients have no marks.
     """
 
     text: str
@@ -65,7 +65,7 @@ class TemplateText(NamedTuple):
 
     Args:
         names: names of the variables that it reads.
-        literals: the texts in it, among which are those that it writes.
+        literals: its literal texts, both written and compared.
     """
 
     names: frozenset[str]
@@ -125,7 +125,7 @@ class Renderer:
         raise RequestError(f"the chat template {why}: {text}", field="messages")
 
 
-# ---- within the process ----
+# ---- inside the rendering process ----
 
 
 def open_templates(_: bytes) -> Callable[[bytes], bytes]:
@@ -194,7 +194,7 @@ class Templates:
     def render(
         self, source: str, variables: TemplateVariables, now: datetime, marked: MarkedTexts | None, max_chars: int
     ) -> tuple[bytes, str]:
-        """Return the kind of the answer, and the rendered text; with marks where characters or texts get them."""
+        """Return the kind of the answer, and the rendered text, with marks if `marked` applies to any texts."""
         self._state.now = now
         messages, given, fixed, *_ = variables
         marks = None if marked is None else self._marks(marked)
@@ -222,10 +222,10 @@ class Templates:
 
 
 def _with_marks(variables: TemplateVariables, marks: Marks) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
-    """Return messages and given variables with marks; None where nothing has a mark.
+    """Return messages and given variables with marks; None if nothing has a mark.
 
-    Content of the assistant and of the system has lenient marks: the models' own markers, and instructions with them,
-    stay tokens there.
+    Content of the assistant and of the system has lenient marks, so that markers that the model itself wrote, and
+    markers in instructions, stay tokens.
     """
     messages, given, _, sanitized, is_given_sanitized = variables
     copies, changed = list[dict[str, Any]](), False

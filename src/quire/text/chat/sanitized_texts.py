@@ -1,9 +1,9 @@
-"""Tokenization of rendered conversations in which the texts of clients become no control tokens.
+"""Tokenization of rendered conversations so that texts of clients never become control tokens.
 
-A tokenizer divides a text at its added tokens before anything else. To keep it from doing so at some of them, and to
-leave all other tokens as they would be, a second tokenizer without the control tokens has the same model, normalizer
-and pre-tokenizer, and for each control token a character that the text does not have, which stands for the template's
-own ones. Both tokenizers share their parts, so the second one is made for each text that needs it.
+A tokenizer first matches its added tokens in a text. A second tokenizer with the same model, normalizer and
+pre-tokenizer, but without the control tokens, does not match these, and finds the same other tokens. The template's own
+control tokens are replaced by stand-ins: characters that the text does not have. The tokenizers share their parts, so
+the second one is cheap to make for each text that needs it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from quire.text.vocabulary.long_texts import EncodePart
 
 # Characters for private use, which stand for control tokens.
 STAND_INS: Final = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE), range(0xE000, 0xF900))
-# Characters that are in no control token: not one of words, and one of words.
+# Characters that are in no control token: the first is not alphanumeric, the second is.
 NEUTRAL: Final = ("\ufffd", "\u01c5")
 # A character that no vocabulary has.
 UNKNOWN: Final = "\U0010ffff"
-# Characters that are looked at in one call, which holds the interpreter's lock.
+# Characters that one call, which holds the interpreter's lock, looks at.
 PART_CHARS: Final = 1 << 16
 WITHOUT: Final = "text that the tokenizer can express without control tokens"
-# Tokenizations of a text in which clients' characters reveal further control tokens of the template.
+# Maximum number of passes over a part: each replaces characters of clients, which can reveal further control tokens.
 MAX_TRIES: Final = 4
 
 
@@ -56,20 +56,20 @@ class SanitizedTexts:
         self.library = library
         self.encode = encode
         self.added: dict[int, AddedToken] = library.get_added_tokens_decoder()
-        # Where tokens are matched in normalized text, clients may write them in other characters, which have no marks.
+        # If tokens are matched in normalized text, clients may write them in other characters, which have no marks.
         self.is_literal = library.normalizer is None or not any(token.normalized for token in self.added.values())
         self.unknown = _unknown_ids(library)
         self.characters = frozenset("".join(token.content for token in self.added.values()))
         self.others = lru_cache(maxsize=8)(self._others)
 
     def part_encoder(self, prompt: ChatPrompt) -> EncodePart | None:
-        """Return the function that tokenizes parts of a prompt; None where its tokens are those of any text."""
+        """Return the function that tokenizes parts of a prompt; None if ordinary tokenization gives the same tokens."""
         if prompt.control is None or (prompt.marked is None and self.is_literal):
             return None
         return _PromptEncoder(self, prompt.text, prompt.marked or prompt.text, prompt.control).encode
 
     def _others(self, control: ControlTokens) -> dict[int, AddedToken]:
-        """Return the added tokens that are no control tokens, by id."""
+        """Return the added tokens that are not control tokens, by id."""
         return {token_id: token for token_id, token in self.added.items() if not control.has(token.content)}
 
     @cached_property
@@ -79,14 +79,14 @@ class SanitizedTexts:
 
     @cached_property
     def pattern(self) -> re.Pattern[str] | None:
-        """Matches the added tokens as the library finds them; None where that depends on more than the text."""
+        """Matches the added tokens as the library finds them; None if a match depends on more than a token's text."""
         if not self.is_literal or any(token.single_word for token in self.added.values()):
             return None
         return re.compile(longest_of([content for content in self.ids if content]))
 
     @cached_property
     def finder(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """A tokenizer that only finds the added tokens, which takes less time; and their ids by those in it."""
+        """A faster tokenizer that only finds the added tokens; and a map from its ids to the model's ids."""
         library = tokenizers.Tokenizer(models.WordLevel({UNKNOWN: 0}, unk_token=UNKNOWN))
         if self.library.normalizer is not None:
             library.normalizer = self.library.normalizer
@@ -102,7 +102,7 @@ class _PromptEncoder:
         self._texts, self._text, self._marked, self._control = texts, text, marked, control
 
     def encode(self, start: int, end: int, lead: str) -> list[int]:
-        """Return the tokens of the text in a range, after a lead."""
+        """Return the tokens of `lead` and the text in a range."""
         part, marks = self._text[start:end], self._marked[start:end]
         forbidden = list(self._control.forbidden(part, marks))
         if not forbidden and self._texts.is_literal:
@@ -117,7 +117,7 @@ class _PromptEncoder:
         return _WithoutControl(self._texts, self._control, used)
 
     def _written(self, lead: str, part: str, marks: str, forbidden: list[tuple[int, int]]) -> list[_Span]:
-        """Return the control tokens of a part that the template wrote, as the tokenizer finds them."""
+        """Return the control tokens in a part that the template wrote, as the tokenizer finds them."""
         chars = [*part]
         spans: list[_Span] = []
         for _ in range(MAX_TRIES):
@@ -151,27 +151,27 @@ class _PromptEncoder:
             token_id = token_ids.get(found)
             if token_id is not None and self._control.has(content := self._texts.added[token_id].content):
                 start, end = start - len(lead), end - len(lead)
-                # The range of a token has the white space that it absorbs.
+                # The range of a token includes the white space that it absorbs.
                 pos = part.find(content, start, end)
                 yield _Span(start, end, token_id) if pos < 0 else _Span(pos, pos + len(content), token_id)
 
 
 class _WithoutControl:
-    """A tokenizer without its control tokens, with characters that stand for those of the template."""
+    """A tokenizer without control tokens, with stand-in characters for the control tokens of the template."""
 
     def __init__(self, texts: SanitizedTexts, control: ControlTokens, used: set[str]) -> None:
         self._texts, self._control = texts, control
         self._library = _copy(texts.library)
         others = texts.others(control)
         self._library.add_tokens([*others.values()])
-        # The id in this tokenizer, and in the model's.
+        # Ids of the model by the ids of this tokenizer.
         self._ids = {self._library.token_to_id(token.content): token_id for token_id, token in others.items()}
         taken = used | texts.characters
         self._free = (char for char in map(chr, chain(*STAND_INS)) if char not in taken)
         self._stand_ins: dict[int, str] = {}
 
     def encode(self, lead: str, part: str, spans: Sequence[_Span]) -> list[int]:
-        """Return the tokens of a part of the text, after a lead."""
+        """Return the tokens of `lead` and a part of the text."""
         pieces, end = [lead], 0
         for span in spans:
             pieces += (part[end : span.start], self._stand_in(span.token_id))
@@ -188,12 +188,12 @@ class _WithoutControl:
         return [token_id for each in ids for token_id in made.get(each) or (self._ids.get(each, each),)]
 
     def _stand_in(self, token_id: int) -> str:
-        """Return the character that stands for a token, from now on."""
+        """Return the stand-in character of a token; the first call chooses and registers it."""
         if token_id not in self._stand_ins:
             char, token, normalizer = next(self._free, None), self._texts.added[token_id], self._library.normalizer
             if char is None:
                 raise InvalidParameter("messages", token.content, "beside fewer characters for private use")
-            # Where the normalizer leaves the character out, it is matched before.
+            # If the normalizer drops the character, it is matched before normalization.
             is_normal = token.normalized and (normalizer is None or char in normalizer.normalize_str(char))
             flags = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
             self._library.add_tokens([AddedToken(char, normalized=is_normal, **flags)])
@@ -202,12 +202,12 @@ class _WithoutControl:
         return self._stand_ins[token_id]
 
     def _is_control(self, token_id: int) -> bool:
-        """Return whether the model has made a control token of ordinary characters."""
+        """Return whether a token, which the model made from ordinary characters, is a control token."""
         token = self._texts.added.get(token_id)
         return token is not None and token_id not in self._texts.unknown and self._control.has(token.content)
 
     def _spelled(self, token_id: int) -> list[int]:
-        """Return other tokens of the text of a control token."""
+        """Return ordinary tokens that spell the text of a control token."""
         token, model = str(self._texts.library.id_to_token(token_id)), self._texts.library.model
         for pos in range(1, len(token)):
             token_ids = [each.id for part in (token[:pos], token[pos:]) for each in model.tokenize(part)]
@@ -217,7 +217,7 @@ class _WithoutControl:
 
 
 def _unknown_ids(library: tokenizers.Tokenizer) -> set[int]:
-    """Return the tokens that the model makes of what it does not know, which may be special ones."""
+    """Return the tokens of an unknown character, which may be special tokens."""
     try:
         return {each.id for each in guarded(library.model.tokenize, UNKNOWN)}
     except Exception:  # a model without such a token fails

@@ -1,4 +1,4 @@
-"""The sandbox that chat templates run in: Jinja's, with the names, filters and blocks that models' templates expect."""
+"""Jinja's sandbox for chat templates, with the names, filters and blocks that templates of models expect."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from quire.text.vocabulary.marks import Marks
 if TYPE_CHECKING:  # the engine's process needs no Jinja
     import jinja2
 
-# Names that are defined in every template: Jinja's own, and those that models' templates expect.
+# Names that are defined in every template: Jinja's own, and others that models' templates expect.
 GLOBALS = frozenset({"range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now"})
-# Jinja's filters that make a text of others by functions which know only their characters.
+# Jinja's filters whose functions build a plain `str` from the characters of marked texts.
 KEEPING = ("join", "replace", "truncate", "wordwrap", "title", "indent", "center", "format")
 
 
@@ -27,7 +27,7 @@ class TemplateState:
         self.marks: Marks | None = None
 
     def with_marks(self, text: str) -> str:
-        """Return a text that may have marks, as one that compares as what it stands for."""
+        """Return a text, wrapped during a marked rendering so that it compares equal to its unmarked text."""
         return text if self.marks is None else self.marks.with_marks(text)
 
 
@@ -38,7 +38,7 @@ def make_environment(state: TemplateState) -> jinja2.Environment:
     from markupsafe import Markup
 
     def concat(pieces: Iterable[str]) -> str:
-        """Join what a macro or a block writes, which a template may search."""
+        """Join the output of a macro or a block, which a template may search."""
         return state.with_marks("".join(pieces))
 
     def to_json(
@@ -55,7 +55,7 @@ def make_environment(state: TemplateState) -> jinja2.Environment:
         return state.with_marks(text)
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Templates whose functions and methods return marked texts that compare as what they stand for."""
+        """Templates whose functions and methods return marked texts that compare equal to the unmarked texts."""
 
         def call(self, *args: Any, **kwargs: Any) -> Any:
             made = super().call(*args, **kwargs)
@@ -75,7 +75,7 @@ def make_environment(state: TemplateState) -> jinja2.Environment:
 
 
 def _keeping_marks(function: Callable[..., Any], state: TemplateState) -> Callable[..., Any]:
-    """Return a filter whose results compare as what they stand for."""
+    """Return a filter whose marked results compare equal to the unmarked texts."""
 
     @wraps(function)
     def keeping(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def _code_generator() -> type[Any]:
     from jinja2.compiler import CodeGenerator, Frame
 
     class Generator(CodeGenerator):
-        """Joins by `~` with the environment's function."""
+        """Compiles the operator `~` to the environment's `concat`."""
 
         def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - Jinja's own name
             self.write("concat(map(str, (")

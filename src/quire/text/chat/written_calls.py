@@ -1,4 +1,4 @@
-"""Tool calls as LFM2 writes them, for its templates, of which the older ones leave earlier calls out."""
+"""Tool calls in LFM2's syntax, for its older templates, which leave earlier calls out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
-# Marks of the templates, of which the older ones do not have those of calls.
+# Marks that identify LFM2's templates; the older ones have no mark of calls.
 SHOWN = (OPEN, "<|tool_list_start|>", "<|tool_response_start|>")
 WORDS: Mapping[str, str] = {"true": "True", "false": "False", "null": "None"}
 
@@ -18,7 +18,7 @@ def writes_no_calls(source: str) -> bool:
 
 
 def written_calls(calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return calls as the model writes them."""
+    """Return calls in the model's syntax."""
     return f"{OPEN}[{', '.join(map(_written, calls))}]{CLOSE}"
 
 
@@ -29,7 +29,7 @@ def _written(call: Mapping[str, Any]) -> str:
 
 
 def _python(value: Any) -> str:
-    """Return a value as a Python literal whose strings are those of JSON."""
+    """Return a value as a Python literal with JSON strings."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_python(key)}: {_python(one)}' for key, one in value.items())}}}"
     if isinstance(value, list | tuple):

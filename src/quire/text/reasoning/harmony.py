@@ -9,7 +9,8 @@ from quire.text.reasoning.parser import ReasoningSplit, begun_length
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"
-# The header of a call of a function up to the name; a call's header is written so, wherever it had the recipient.
+# Header of a function call, up to the name. Headers of calls are normalised to it, since models also put the recipient
+# before the channel.
 TO_FUNCTION = f"{CHANNEL}commentary to=functions."
 # Texts with which a header can begin: another message, the channel of the prompt's message, or its recipient.
 HEADS = (START, CHANNEL, " to=")
@@ -21,7 +22,7 @@ MAX_HEADER_CHARS = 1024
 
 
 class Harmony:
-    """Channels: `analysis` is reasoning, `final` is content, and so is `commentary`.
+    """Channels: `analysis` is reasoning; `final` and `commentary` are content.
 
     A message with a recipient (`to=functions.NAME`) is a call: it stays in the content, with a header in one spelling,
     for the parser of calls.
@@ -51,7 +52,7 @@ class HarmonyParser:
         self._is_header = phase is ThinkingPhase.BEFORE
         self._is_content = phase is ThinkingPhase.AFTER
         self._is_call = False
-        # By kind, reasoning and content: True where the next message needs a separator.
+        # For reasoning and content: True if there is text, so that the next message needs a separator.
         self._has_text = [False, False]
         self._separators = ["", ""]
 

@@ -13,19 +13,19 @@ from quire.text.reasoning.formats import REASONING_FORMATS, choose_reasoning_for
 from quire.text.reasoning.parser import ReasoningFormat, ReasoningSplit
 from quire.text.tokenizers.tokenizer import Tokenizer
 
-# Number of the prompt's last tokens whose text shows the phase where the markers are no tokens.
+# Number of last tokens of a prompt whose text shows the phase, if the markers are not tokens.
 TAIL_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningModel:
-    """The properties of a model that the split of reasoning and content depends on.
+    """The properties of a model that determine how its output splits into reasoning and content.
 
     Args:
         form: format of the model's thinking.
         tokenizer: the model's tokenizer.
-        tokens: markers as tokens; None where they are not in the vocabulary, so that thinking is known from text only.
-        header: text with which the chat template begins the model's turn; "" where there is none.
+        tokens: markers as tokens; None if they are not added tokens, so that thinking is known from text only.
+        header: text with which the chat template begins the model's turn, or "".
     """
 
     form: ReasoningFormat
@@ -41,7 +41,7 @@ class ReasoningModel:
         end_token_ids: Iterable[int],
         template: ChatTemplate | None = None,
     ) -> ReasoningModel | None:
-        """Return a model's properties; None where the format of its thinking is not known.
+        """Return a model's properties; None if it has no chat template or no known format of thinking.
 
         Args:
             name: a format of `REASONING_FORMATS`, or vLLM's name for one; "auto" for the one in the chat template, or
@@ -64,7 +64,7 @@ class ReasoningModel:
     def of(
         cls, form: ReasoningFormat, tokenizer: Tokenizer, end_token_ids: Iterable[int], header: str = ""
     ) -> ReasoningModel:
-        """Return a model's properties.
+        """Return the properties of a model whose format of thinking is known.
 
         Args:
             form: format of the model's thinking.
@@ -79,7 +79,7 @@ class ReasoningModel:
         boundary_ids = frozenset(end_token_ids) | {added[text] for text in form.boundaries if text in added}
         start_ids, end_ids, close_ids = (_marker_ids(tokenizer, text) for text in (form.start, form.end, form.close))
         tokens = None
-        # Other tokens could spell a marker of several ordinary tokens, so only added ones delimit thinking.
+        # Ordinary tokens can spell one marker in several ways, so only added tokens delimit thinking.
         if start_ids and end_ids and close_ids and len(start_ids) == 1:
             turn_ids = _header_ids(tokenizer, header)
             tokens = ThinkingTokens(start_ids[0], end_ids, close_ids, boundary_ids, form.has_headers, turn_ids)
@@ -96,7 +96,7 @@ class ReasoningModel:
         if self.tokens is not None:
             return self.tokens.state_after_prompt(prompt_ids).phase
         tail = self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
-        # Markers before the model's turn were written by somebody else.
+        # Markers before the model's turn belong to earlier messages.
         tail = tail.rpartition(self.header)[2] if self.header else tail
         start, end = tail.rfind(self.form.start), tail.rfind(self.form.end)
         if start < 0 and end < 0:
@@ -115,7 +115,7 @@ class ReasoningModel:
         return self.sample(prompt_ids).add(text, is_finished=True)
 
     def count(self, prompt_ids: Sequence[int], token_ids: Iterable[int]) -> int:
-        """Return the number of thinking tokens of a whole output; 0 where the markers are no tokens."""
+        """Return the number of thinking tokens of a whole output; 0 if the markers are not tokens."""
         if self.tokens is None:
             return 0
         return self.tokens.advance_all(self.tokens.state_after_prompt(prompt_ids), token_ids).num_tokens
@@ -137,13 +137,13 @@ class SampleReasoning:
 
 
 def _header_ids(tokenizer: Tokenizer, header: str) -> tuple[int, ...]:
-    """Return the tokens that a prompt surely has where a header is: the text before it may change the first one."""
+    """Return the tokens of a header that do not depend on the text before it, which may change the first token."""
     token_ids = tuple(tokenizer.encode(header, add_special_tokens=False)) if header else ()
     added = [idx for idx, token_id in enumerate(token_ids) if token_id in tokenizer.added_ids.values()]
     return token_ids[added[-1] :] if added else token_ids[1:] or token_ids
 
 
 def _marker_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the tokens of a marker; none where no added token begins it."""
+    """Return the tokens of a marker; none if it does not begin with an added token."""
     token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
     return token_ids if token_ids and token_ids[0] in tokenizer.added_ids.values() else ()

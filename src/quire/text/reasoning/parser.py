@@ -54,11 +54,11 @@ class ReasoningFormat(Protocol):
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """The tokens that must be in the text, whether or not the tokenizer calls them special."""
+        """Tokens that must stay in the decoded text, even if the tokenizer calls them special."""
 
     @property
     def has_headers(self) -> bool:
-        """True where answers have a marker too."""
+        """True if answers begin with a marker too."""
 
     def parser(self, phase: ThinkingPhase) -> ReasoningParser:
         """Return the parser of an output that begins in a phase."""

@@ -15,8 +15,8 @@ class ReasoningTags:
     Args:
         name: name in options.
         start: tag before the thinking.
-        end: tag after it.
-        header: text after the opening tag that is no reasoning.
+        end: tag after the thinking.
+        header: text after the opening tag that is not reasoning.
     """
 
     name: str

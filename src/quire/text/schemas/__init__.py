@@ -1,4 +1,4 @@
-"""JSON schemas in a normal form that grammars are written from; the standard library only.
+"""JSON schemas in a normal form, from which grammars are written; uses the standard library only.
 
 Reading order: normal.
 """

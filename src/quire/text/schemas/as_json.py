@@ -1,4 +1,4 @@
-"""The normal form of a schema as a schema that `llguidance` compiles."""
+"""Conversion of the normal form of a schema to a schema that `llguidance` compiles."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from quire.text.schemas.forms import (
 )
 from quire.text.schemas.normal import JSON, normalise
 
-# Patterns of names that overlap are refused by `llguidance`, which finds them exactly.
+# `llguidance` itself refuses patterns of names that overlap, with an exact comparison.
 JSON_COMPILER = JSON._replace(compares_patterns=True)
-# A state inside so many others has a definition of its own.
+# Maximum depth of inlined states; deeper ones become definitions.
 MAX_DEPTH = 24
 # An integer above this is written as limits: as a constant, `llguidance` would round it.
 MAX_CONSTANT = 2**53
 
 
-# Options of `llguidance` for schemas whose names of properties have one spelling each: then no string has control
-# characters that only `\u` spells.
+# Options of `llguidance` with which each name of a property has one spelling; strings then lack the control characters
+# that need `\u`.
 PLAIN_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 
 
 class PlainSchema(NamedTuple):
-    """A schema without what the normal form has resolved.
+    """A schema in plain keywords, without references, conditions and combinations.
 
     Args:
         schema: the schema.
-        layout: options that it needs; with others, a property could be spelled as if it were another one.
+        layout: options that it needs; without them, a declared property could be written in another spelling, as an
+            additional one.
     """
 
     schema: dict[str, Any]
@@ -47,7 +48,7 @@ class PlainSchema(NamedTuple):
 
 
 def enforceable(schema: Node, *, is_closed: bool) -> PlainSchema:
-    """Return the schema of an answer as `llguidance` compiles it."""
+    """Return the schema of an answer in the form that `llguidance` compiles."""
     return as_json(normalise(schema, is_closed=is_closed, is_strict=True, abilities=JSON_COMPILER))
 
 
@@ -57,7 +58,7 @@ def as_json(normal: NormalSchema) -> PlainSchema:
 
 
 class _Writer:
-    """Writes the states of one schema, each inside the only other one that leads to it, or as a definition."""
+    """Writes the states of one schema: inline if a state is small or used once, else as a definition."""
 
     def __init__(self, normal: NormalSchema) -> None:
         self._normal = normal
@@ -79,7 +80,7 @@ class _Writer:
         return PlainSchema(schema, {} if self._may_escape else PLAIN_ESCAPES)
 
     def _state(self, state: State, depth: int) -> Any:
-        """Return the schema of a state inside another one."""
+        """Return the schema of a state that another state uses."""
         forms = self._normal.forms(state)
         if state == ANY:
             return True
@@ -133,7 +134,7 @@ class _Writer:
         if form.names is not None:
             patterns, further = {_name_pattern(form.names): further}, False
         elif further is True and form.properties and not patterns:
-            # Names that a pattern matches have one spelling; another one could be that of a declared name.
+            # Names that a pattern matches have one spelling; in another spelling, a declared name could be additional.
             patterns, further = {"": True}, False
         elif further is not False and (form.properties or patterns):
             self._may_escape = False
@@ -158,7 +159,7 @@ def _inner(form: Form) -> list[State]:
 
 
 def _constants(form: Form) -> list[Any]:
-    """Return the values of a form that is a list of them."""
+    """Return the values of a form that can be written as a list of constants, else an empty list."""
     if isinstance(form, Boolean) and len(form.values) == 1:
         return [*form.values]
     if isinstance(form, Number) and form.constants is not None:
@@ -199,7 +200,7 @@ def text_schema(text: Text) -> dict[str, Any]:
 
 
 def _name_pattern(names: Text) -> str:
-    """Return the expression of the names of properties that are not declared."""
+    """Return the regular expression of the names of properties that are not declared."""
     if names.patterns:
         return _whole(names.patterns[0])
     most = "" if names.max_length is None else names.max_length
@@ -207,5 +208,5 @@ def _name_pattern(names: Text) -> str:
 
 
 def _whole(pattern: str) -> str:
-    """Return an expression that matches whole texts in the form of a schema's, which matches parts."""
+    """Return an expression for whole texts in the syntax of schemas, whose expressions match parts of texts."""
     return f"^(?:{pattern})$"

@@ -1,4 +1,4 @@
-"""Forms without a common value, as far as a look at them shows it."""
+"""A conservative test whether forms have no common value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_DEPTH = 4
 
 
 def are_disjoint(one: Form, other: Form, states: States, depth: int = 0) -> bool:
-    """Return True where no value has both forms; False where some may."""
+    """Return True if no value has both forms; False if some value may."""
     if isinstance(one, Anything) or isinstance(other, Anything) or depth > MAX_DEPTH:
         return False
     if type(one) is not type(other):
@@ -56,7 +56,7 @@ def _lengths(one: Array, other: Array) -> bool:
 
 
 def _items(one: Array, other: Array, states: States, depth: int) -> bool:
-    """Return whether an item that both must have cannot be the same."""
+    """Return whether an item that one of the arrays must have has disjoint states."""
     length = min(max(one.min_items, other.min_items), max(len(one.prefix), len(other.prefix)) + 1)
     pairs = [(_item(one, idx), _item(other, idx)) for idx in range(length)]
     return any(_states(a, b, states, depth) for a, b in pairs)
@@ -67,12 +67,12 @@ def _item(array: Array, idx: int) -> State:
 
 
 def _members(one: Object, other: Object, states: States, depth: int) -> bool:
-    """Return whether a property that the first must have cannot be the same in the other."""
+    """Return whether a required property of the first object has disjoint states in the two objects."""
     return any(_states(_member(one, name), _member(other, name), states, depth) for name in one.required)
 
 
 def _member(found: Object, name: str) -> State | None:
-    """Return the state of a property; None where a pattern may decide it."""
+    """Return the state of a property; None if it may depend on a pattern."""
     declared = dict(found.properties)
     if name in declared:
         return declared[name]

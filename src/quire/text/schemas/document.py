@@ -1,6 +1,6 @@
-"""A JSON schema as a document: its parts, their places, and the parts that references name.
+"""A JSON schema as a document: its parts, their paths, and the targets of references.
 
-Source: JSON Schema, draft 2020-12, sections 8.2 and 9; `id`, `definitions` and anchors in `$id` are those of earlier
+Source: JSON Schema, draft 2020-12, sections 8.2 and 9; `id`, `definitions` and anchors in `$id` are from earlier
 drafts.
 """
 
@@ -24,7 +24,7 @@ NODES = frozenset(
 
 
 OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07")
-# By drafts: keywords that they do not have, and that would allow more than the schema does if they were read.
+# Drafts -> keywords that they do not define, which would allow more values than the schema if they were read.
 LATER_KEYWORDS = {
     OLD_DRAFTS: frozenset({"minContains", "maxContains", "prefixItems"}),
     ("draft/2019-09",): frozenset({"prefixItems"}),
@@ -32,19 +32,19 @@ LATER_KEYWORDS = {
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be enforced; the message names the place, the keyword and the reason."""
+    """A schema that cannot be enforced; the message names the path, the keyword and the reason."""
 
 
 class UnenforceableSchema(SchemaError):
-    """A schema that cannot be enforced as a whole: no value meets it, or it is too large."""
+    """A schema of which nothing can be enforced: no value meets it, or it is too large."""
 
 
 class Document:
-    """The parts of a schema by their places, anchors and URIs."""
+    """The parts of a schema by their paths, anchors and URIs."""
 
     def __init__(self, root: Node) -> None:
         self.root = root
-        # By the identity of a part's object: its place, and the URI of the resource that it belongs to.
+        # By the `id()` of a part: its path, and the URI of its resource.
         self._places: dict[int, str] = {}
         self._bases: dict[int, str] = {}
         self._resources: dict[str, Node] = {"": root}
@@ -57,20 +57,20 @@ class Document:
         self._add(root, "", "")
 
     def place(self, node: Node) -> str:
-        """Return the place of a part, such as `properties.city`; "" for the root and for what is no part."""
+        """Return the path of a part, such as `properties.city`; "" for the root and for unknown objects."""
         return self._places.get(id(node), "")
 
     def has(self, node: Node) -> bool:
-        """Return whether a part has a place in the document, or was given one."""
+        """Return whether a part has a path in the document, or was given one by `name`."""
         return id(node) in self._places
 
     def name(self, made: Node, origin: Node) -> None:
-        """Give a part that was made from another one its place."""
+        """Give a part that was made from another one the path of its origin."""
         self._places[id(made)] = self.place(origin)
         self._bases[id(made)] = self._bases.get(id(origin), "")
 
     def resolve(self, node: Mapping[str, Any], keyword: str) -> Node:
-        """Return the part that a reference names."""
+        """Return the target of a reference."""
         reference = node[keyword]
         if not isinstance(reference, str):
             raise SchemaError("it is not a string")
@@ -115,9 +115,9 @@ class Document:
             left += [(inner, f"{place}.{key}" if place else key, base) for key, inner in parts_of(part)]
 
     def _add_names(self, part: Mapping[str, Any], base: str) -> str:
-        """Record the URI and the anchors of a part, and return the URI that its references are relative to."""
+        """Record the URI and the anchors of a part, and return the base URI of its references."""
         own = part.get("$id", part.get("id"))
-        # Earlier drafts ignore what is beside a reference.
+        # Earlier drafts ignore keywords beside a reference.
         if isinstance(own, str) and own and not (self._is_old and "$ref" in part):
             uri, fragment = urldefrag(_joined(base, own))
             if fragment and not fragment.startswith("/"):
@@ -135,7 +135,7 @@ class Document:
 
 
 def parts_of(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas in the keywords of a part, with their places in it."""
+    """Yield the schemas in the keywords of a part, with their paths in it."""
     for keyword, value in part.items():
         if keyword in MAPS and isinstance(value, Mapping):
             yield from ((f"{keyword}.{name}", inner) for name, inner in value.items())
@@ -146,10 +146,10 @@ def parts_of(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _joined(base: str, reference: str) -> str:
-    """Return a reference as an absolute URI, as far as the base is one."""
+    """Return a reference resolved against a base URI."""
     if reference.startswith("#"):
         return urldefrag(base)[0] + reference
     try:
         return urljoin(base, reference)
-    except ValueError:  # brackets that are no address
+    except ValueError:  # brackets without an IP address
         return reference

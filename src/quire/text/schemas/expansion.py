@@ -1,4 +1,4 @@
-"""The alternatives of a conjunction of schemas: each a conjunction of parts without references and applicators."""
+"""Expansion of a conjunction of schemas into alternatives: conjunctions of parts without references or applicators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.text.schemas.document import Document, Node, SchemaError, Unenforceab
 from quire.text.schemas.keywords import IN_PLACE, MAX_COUNT, REFERENCES, is_trivial, read_keywords
 from quire.text.schemas.negation import OPPOSITE, negated
 
-# Limits of the work for one schema, and of the alternatives of one state.
+# Limits of the number of steps for one schema, and of alternatives of one state.
 MAX_STEPS = 100_000
 MAX_ALTERNATIVES = 1024
 Drop = Callable[[Node, str, str], None]
@@ -23,9 +23,10 @@ class SchemaPart(NamedTuple):
     """A part of a schema without applicators.
 
     Args:
-        keywords: its keywords.
-        node: the schema that has them.
-        owners: identities of the schemas that apply it to their own value, itself included, but not below `not`.
+        keywords: keywords that restrict values.
+        node: schema with these keywords.
+        owners: `id()` of the schemas that apply this part to their own value, including `node`; without schemas
+            outside of a `not`.
     """
 
     keywords: Mapping[str, Any]
@@ -38,7 +39,8 @@ class Alternative(NamedTuple):
 
     Args:
         parts: parts that a value must meet.
-        excluded: schemas that it must not meet, the other branches of each `oneOf`, with the schema that has it.
+        excluded: schemas that it must not meet, namely the other branches of each `oneOf`, and the schema with this
+            `oneOf`.
     """
 
     parts: tuple[SchemaPart, ...]
@@ -49,7 +51,7 @@ class _Scope(NamedTuple):
     """The schemas that apply a schema to their own value.
 
     Args:
-        within: identities of all of them.
+        within: `id()` of all of them.
         owners: see `SchemaPart`.
     """
 
@@ -58,12 +60,12 @@ class _Scope(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """Alternatives of which a value meets one.
+    """Alternatives; a value must meet one of them.
 
     Args:
         options: nodes of each alternative, and nodes that it excludes.
-        scope: scope of the schema that has the alternatives.
-        origin: this schema.
+        scope: scope of the schema with the alternatives.
+        origin: the schema with the alternatives.
     """
 
     options: Sequence[tuple[Sequence[Node], Sequence[Node]]]
@@ -93,18 +95,19 @@ class Expander:
         self.document = document
         self._drop = drop
         self._keywords: dict[int, dict[str, Any]] = {}
-        # Schemas that were made from others, by these, so that the same state is found again; and their identities.
+        # Schemas that were made from others, by `id()` of the origin and key, so that the same state is found again;
+        # and the `id()` of each.
         self._made: dict[tuple[int, str], Node] = {}
         self._made_ids: set[int] = set()
         self._opposite_ids: set[int] = set()
         self._num_steps = 0
 
     def is_made(self, node: Node) -> bool:
-        """Return whether a schema is none of the document's."""
+        """Return whether a schema was made here, and is not a part of the document."""
         return id(node) in self._made_ids
 
     def make(self, origin: Node, key: str, content: Node) -> Node:
-        """Return a schema that is made from another one, the same one for the same key."""
+        """Return a schema that is made from another one; the same schema for the same origin and key."""
         known = self._made.get((id(origin), key))
         if known is None:
             known = self._made[id(origin), key] = content
@@ -120,14 +123,14 @@ class Expander:
         return known
 
     def is_opposite(self, node: Node) -> bool:
-        """Return whether a schema was made as a part of the opposite of its place's."""
+        """Return whether a schema is part of the opposite of the schema at its path."""
         return id(node) in self._opposite_ids
 
     def keywords(self, node: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keywords of a schema; see `read_keywords`."""
         known = self._keywords.get(id(node))
         if known is None:
-            # Made schemas are right, and have a keyword of their own.
+            # Made schemas need no check, and may have the keyword `NOT_ENUM`.
             read = (
                 dict(node)
                 if self.is_made(node)
@@ -137,7 +140,7 @@ class Expander:
         return known
 
     def resolve(self, node: Mapping[str, Any], keyword: str) -> Node | None:
-        """Return the schema that a reference names; None where it is dropped."""
+        """Return the target of a reference; None if the reference is dropped."""
         try:
             return self.document.resolve(node, keyword)
         except SchemaError as error:
@@ -145,7 +148,7 @@ class Expander:
             return None
 
     def target(self, node: Node) -> Node:
-        """Return the schema that a mere reference leads to; another one as it is."""
+        """Return the final target of a schema that is only a reference; any other schema unchanged."""
         seen: set[int] = set()
         while isinstance(node, Mapping) and "$ref" in node and id(node) not in seen:
             seen.add(id(node))
@@ -158,7 +161,7 @@ class Expander:
     def expand(
         self, nodes: Iterable[Node], parts: Sequence[SchemaPart] = (), *, has_choices: bool = True
     ) -> list[Alternative]:
-        """Return the alternatives of some schemas that a value must all meet, and of parts that it must meet too."""
+        """Return the alternatives of a conjunction of schemas and parts; without choices if `has_choices` is False."""
         found: list[Alternative] = []
         start: list[_Item] = [*parts, *map(_Applied, nodes)]
         left: list[tuple[list[_Item], Alternative, frozenset[int]]] = [(start[::-1], Alternative(()), frozenset())]
@@ -179,13 +182,13 @@ class Expander:
                 if not has_choices:
                     left.append((items, done, seen))
                     continue
-                # The first alternative is taken from the stack first.
+                # Reversed, so that the first alternative is taken from the stack first.
                 for option, others in reversed(item.options):
                     applied = [_Applied(node, item.scope) for node in reversed(option)]
                     excluded = (*done.excluded, *((node, item.origin) for node in others))
                     left.append(([*items, *applied], done._replace(excluded=excluded), seen))
             elif item.node is not False and id(item.node) not in item.scope.within:
-                # A schema that is an alternative of itself allows nothing by it.
+                # An alternative with a schema that applies itself is dropped: it allows no further values.
                 if item.node is not True and id(item.node) not in seen:
                     items += reversed([*self._items(item.node, _inside(item.scope, item.node))])
                     seen |= {id(item.node)}
@@ -193,7 +196,7 @@ class Expander:
         return found
 
     def _items(self, node: Mapping[str, Any], scope: _Scope) -> Iterator[_Item]:
-        """Yield what a schema says, in the order of its keywords, which is that of properties too."""
+        """Yield the parts, choices and schemas of a schema in the order of its keywords, which orders properties."""
         keywords = self.keywords(node)
         own = {keyword: value for keyword, value in keywords.items() if keyword not in IN_PLACE}
         choice = self._constants(node, own)
@@ -208,7 +211,7 @@ class Expander:
             yield _Choice(choice, scope, node)
 
     def _applied(self, node: Mapping[str, Any], keyword: str, value: Any, scope: _Scope) -> Iterator[_Item]:
-        """Yield what an applicator says."""
+        """Yield the schemas or choices of an applicator."""
         if keyword in REFERENCES:
             found = self.resolve(node, keyword)
             yield from () if found is None else (_Applied(found, scope),)
@@ -242,7 +245,7 @@ class Expander:
     def _dependencies(
         self, node: Mapping[str, Any], keyword: str, value: Mapping[str, Any], scope: _Scope
     ) -> Iterator[_Item]:
-        """Yield that each property is missing, or what its presence asks for."""
+        """Yield a choice for each property: it is absent, or it is present and its requirements hold."""
         for name, needed in value.items():
             names = [name] if isinstance(needed, Mapping | bool) else [name, *needed]
             absent = self.make(node, f"{keyword}-{name}", {"properties": {name: False}})
@@ -251,7 +254,7 @@ class Expander:
             yield _Choice([([absent], ()), ([present, *more], ())], scope, node)
 
     def _constants(self, node: Mapping[str, Any], own: dict[str, Any]) -> list[tuple[Sequence[Node], Sequence[Node]]]:
-        """Take arrays and objects out of the constants of a schema, and return the alternatives that they are."""
+        """Return the alternatives of constants that include arrays or objects, and remove these from `own`."""
         given = [*own.pop("enum", ())] if "enum" in own else None
         if "const" in own:
             constant = own.pop("const")
@@ -274,7 +277,7 @@ def _inside(scope: _Scope, node: Node) -> _Scope:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal as JSON: a boolean is no number."""
+    """Return whether two values are equal as JSON, in which a boolean is not a number."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -285,7 +288,7 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def _as_schema(value: Any) -> Node:
-    """Return the schema of one array or object."""
+    """Return the schema of one constant, an array or object."""
     if isinstance(value, list | tuple):
         return {
             "type": "array",
@@ -302,7 +305,7 @@ def _as_schema(value: Any) -> Node:
 
 
 def count_limits(parts: Sequence[SchemaPart], least: str, most: str) -> tuple[int, int | None]:
-    """Return the limits of a count that all parts set; one that no output reaches is none."""
+    """Return the common limits of a count in all parts; a maximum that no output reaches is None."""
     low = max((part.keywords[least] for part in parts if least in part.keywords), default=0)
     high = min((part.keywords[most] for part in parts if most in part.keywords), default=None)
     return low, None if high is not None and high > MAX_COUNT else high

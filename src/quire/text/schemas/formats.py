@@ -1,7 +1,7 @@
-"""The formats of strings that JSON schema defines, as regular expressions in Rust's syntax that match whole texts.
+"""The formats of strings in JSON Schema, as regular expressions in Rust's syntax that match whole texts.
 
-An expression has no text that is not of its format, and may lack some: IRIs have ASCII characters only, and times no
-leap second. The length of a host name as a whole is not limited.
+An expression matches only texts of its format, but not all of them: IRIs have ASCII characters only, and times no leap
+second. One exception: the total length of a host name is not limited.
 
 Source: JSON Schema, draft 2020-12, validation vocabulary, section 7.3; RFC 3339, 3986, 4122, 4291, 5321, 6901.
 """
@@ -32,7 +32,7 @@ _EMAIL = rf"{_ATOM}(?:\.{_ATOM})*@{_HOST}"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
 _GROUP = "[0-9A-Fa-f]{1,4}"
-# By the number of groups before the gap: those after it are fewer than eight together.
+# By the number of groups before the gap; at most seven groups before and after it together.
 _GAPS = "|".join(
     f"{f'{_GROUP}(?::{_GROUP}){{{before - 1}}}' if before else ''}::"
     f"{f'(?:{_GROUP}(?::{_GROUP}){{0,{6 - before}}})?' if before < 7 else ''}"
@@ -69,5 +69,5 @@ FORMATS: Mapping[str, str] = {
     "json-pointer": _POINTER,
     "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:\#|{_POINTER})",
 }
-# Formats that no expression here has. Any other name of a format is an annotation.
+# Formats without an expression here. Any other name of a format is an annotation.
 NOT_ENFORCED = frozenset({"idn-email", "idn-hostname", "uri-template", "regex"})

@@ -1,8 +1,8 @@
 """The normal form of a schema: states, each with the forms that a value may have.
 
-A state is the conjunction of some parts of a schema. Its forms are its alternatives, each of one type, with all that
-the parts say of it; the parts of a form (items, members) are states again. So references, `allOf`, `anyOf`, conditions
-and their neighbours are all gone, and recursive schemas are states that lead back to themselves.
+A state is a conjunction of parts of a schema. Its forms are its alternatives, each of one type, with the restrictions
+of all parts; items and members of a form are states again. So there are no references, `allOf`, `anyOf` or conditions,
+and recursive schemas are states that refer to themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEVER: State = 1
 
 @dataclass(frozen=True, slots=True)
 class Anything:
-    """Any value; no other form is beside it."""
+    """Any value; the only form of its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Number:
     """A number.
 
     Args:
-        is_integer: True where it has no fraction.
-        minimum, maximum: limits, None for none.
-        is_above, is_below: True where the limit itself is not allowed.
-        multiple: number that it is a multiple of.
+        is_integer: True for integers.
+        minimum, maximum: limits, or None.
+        is_above, is_below: True if the minimum or maximum itself is not allowed.
+        multiple: divisor of the number, or None.
         constants: allowed numbers; None for any.
     """
 
@@ -64,8 +64,8 @@ class Text:
     """A string.
 
     Args:
-        min_length, max_length: limits of the number of characters; None for none.
-        patterns: regular expressions in Rust's syntax, each of which matches the whole string.
+        min_length, max_length: limits of the number of characters; `max_length` may be None.
+        patterns: regular expressions in Rust's syntax, which all match the whole string.
         constants: allowed strings; None for any.
     """
 
@@ -81,8 +81,8 @@ class Array:
 
     Args:
         prefix: states of the first items.
-        items: state of the others.
-        min_items, max_items: limits of their number; None for none.
+        items: state of all further items.
+        min_items, max_items: limits of the number of items; `max_items` may be None.
     """
 
     prefix: tuple[State, ...] = ()
@@ -97,11 +97,11 @@ class Object:
 
     Args:
         properties: state of each declared property, in order.
-        required: names of the properties that must be there.
-        patterns: states of the properties whose whole name a regular expression matches, in Rust's syntax.
+        required: names of the required properties.
+        patterns: states of the properties whose whole name matches a regular expression, in Rust's syntax.
         additional: state of all other properties.
         names: form of the names of properties that are not declared; None for any.
-        min_others, max_others: limits of the number of properties that are not declared; None for none.
+        min_others, max_others: limits of the number of properties that are not declared; `max_others` may be None.
     """
 
     properties: tuple[tuple[str, State], ...] = ()
@@ -117,10 +117,10 @@ Form = Anything | Null | Boolean | Number | Text | Array | Object
 
 
 class Dropped(NamedTuple):
-    """A keyword that cannot be enforced, and is left out.
+    """A keyword that was left out because it cannot be enforced.
 
     Args:
-        place: place of the part that has it, "" for the root.
+        place: path of the part with the keyword, "" for the root.
         keyword: name of the keyword.
         reason: reason why it cannot be enforced.
     """
@@ -138,7 +138,7 @@ class NormalSchema(NamedTuple):
 
     Args:
         root: state of the whole value.
-        states: forms of each state; none where no value meets it.
+        states: forms of each state; empty if no value meets it.
         dropped: keywords that are left out.
     """
 

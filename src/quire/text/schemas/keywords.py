@@ -1,7 +1,7 @@
-"""The keywords of one part of a JSON schema, checked, without those that restrict nothing.
+"""The keywords of one part of a JSON schema, checked, without keywords that restrict nothing.
 
 Source: JSON Schema, draft 2020-12, validation vocabulary; the boolean `exclusiveMinimum`, `items` as a list with
-`additionalItems`, and `dependencies` are those of earlier drafts.
+`additionalItems`, and `dependencies` are from earlier drafts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _is_map(value: object, is_right: Callable[[Any], bool]) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether no number in a value is infinite, or none."""
+    """Return whether all numbers in a value are finite."""
     left = [value]
     while left:
         one = left.pop()
@@ -105,7 +105,7 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("contains", "additionalItems", "not", "if", "then", "else"), SCHEMA),
 }
 KNOWN = frozenset({*CHECKS, *REFERENCES})
-# Keyword of schemas that are made as opposites of others: a value that none of a list of scalars is equal to.
+# Keyword of schemas that are made as opposites: the value equals none of a list of scalars.
 NOT_ENUM = "not enum"
 RESTRICTING = KNOWN | {NOT_ENUM}
 
@@ -113,7 +113,7 @@ RESTRICTING = KNOWN | {NOT_ENUM}
 def read_keywords(node: Mapping[str, Any], place: str, unknown: Container[str] = ()) -> dict[str, Any]:
     """Return the keywords of a part that restrict values, in their order.
 
-    Keywords with the value null count as left out; unknown ones are annotations.
+    Keywords with the value null are ignored, except `const`; unknown ones are annotations.
 
     Args:
         node: the part.
@@ -135,7 +135,7 @@ def read_keywords(node: Mapping[str, Any], place: str, unknown: Container[str] =
 
 
 def _restricting(found: dict[str, Any]) -> dict[str, Any]:
-    """Return keywords without those that any value meets, and in the spelling of the newest draft."""
+    """Return the keywords in the form of draft 2020-12, without keywords that any value meets."""
     for keyword in ("minItems", "minLength", "minProperties"):
         if found.get(keyword) == 0:
             del found[keyword]
@@ -180,5 +180,5 @@ def _modernise_limits(found: dict[str, Any]) -> None:
 
 
 def is_trivial(node: Node) -> bool:
-    """Return whether any value meets a part, as far as its keywords alone show it."""
+    """Return whether a part has no keyword that restricts values."""
     return node is True or (isinstance(node, Mapping) and not (RESTRICTING & node.keys()))

@@ -1,4 +1,4 @@
-"""The forms of a conjunction of parts without applicators: for each type, all that the parts say together."""
+"""The forms of a conjunction of parts without applicators: for each type, the restrictions of all parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.text.schemas.object_merging import objects
 from quire.text.schemas.patterns import other_than, to_rust
 from quire.text.schemas.states import States
 
-# By key: values of `enum` and `const`.
+# Values of `enum` and `const` by `_key`.
 Constants = Mapping[tuple[bool, Any], Any]
 LIMIT_KEYS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 EVERY: frozenset[Form] = frozenset({Null(), Boolean(), Number(), Text(), Array(), Object()})
@@ -27,7 +27,7 @@ def merge(parts: Sequence[SchemaPart], states: States) -> list[Form]:
     """Return the forms of values that meet all parts."""
     if not parts:
         return [Anything()]
-    # By `_key`, since 1 and true are equal in Python.
+    # Keys are needed since 1 and true are equal in Python.
     excluded = {_key(one): one for part in parts for one in part.keywords.get(NOT_ENUM, ())}
     constants = _constants(parts, excluded)
     makers: dict[str, Callable[[], list[Form]]] = {
@@ -64,7 +64,7 @@ def _key(value: Any) -> tuple[bool, Any]:
 
 
 def _constants(parts: Sequence[SchemaPart], excluded: Constants) -> Constants | None:
-    """Return the constants that all parts allow; None where none lists them."""
+    """Return the constants that all parts allow; None if no part lists constants."""
     lists = [{_key(one): one for one in part.keywords["enum"]} for part in parts if "enum" in part.keywords]
     if not lists:
         return None
@@ -83,7 +83,7 @@ def _booleans(constants: Constants | None, excluded: Constants) -> list[Form]:
 def _numbers(
     parts: Sequence[SchemaPart], constants: Constants | None, excluded: Constants, states: States, *, is_integer: bool
 ) -> list[Form]:
-    """Return the form of a number, none where there is no such number."""
+    """Return the forms of a number: a range, or several around excluded numbers; none if no number is allowed."""
     numbers = [
         one for one in (constants or excluded).values() if isinstance(one, int | float) and type(one) is not bool
     ]
@@ -126,7 +126,7 @@ def _limited(number: Number, keywords: Mapping[str, Any]) -> Number:
 
 
 def _texts(parts: Sequence[SchemaPart], constants: Constants | None, excluded: Constants, states: States) -> list[Form]:
-    """Return the form of a string, none where there is no such string."""
+    """Return the form of a string; none if no string is allowed."""
     min_length, max_length = count_limits(parts, "minLength", "maxLength")
     patterns: dict[str, None] = {}
     for part in parts:
@@ -156,7 +156,7 @@ def _texts(parts: Sequence[SchemaPart], constants: Constants | None, excluded: C
 
 
 def _arrays(parts: Sequence[SchemaPart], states: States) -> list[Form]:
-    """Return the form of an array, none where there is no such array."""
+    """Return the form of an array; none if no array is allowed."""
     own = [part for part in parts if part.keywords.keys() & {*OF_ARRAYS}]
     own = [*own, *_unevaluated_items(own, states)]
     length = max((len(part.keywords.get("prefixItems", ())) for part in own), default=0)
@@ -174,7 +174,7 @@ def _arrays(parts: Sequence[SchemaPart], states: States) -> list[Form]:
 
 
 def _nodes_at(parts: Sequence[SchemaPart], idx: int) -> Iterator[Node]:
-    """Yield what the parts say of the item at an index."""
+    """Yield the schemas of the item at an index."""
     for part in parts:
         prefix = part.keywords.get("prefixItems", ())
         if idx < len(prefix):
@@ -184,7 +184,7 @@ def _nodes_at(parts: Sequence[SchemaPart], idx: int) -> Iterator[Node]:
 
 
 def _unevaluated_items(parts: Sequence[SchemaPart], states: States) -> Iterator[SchemaPart]:
-    """Yield a part for each `unevaluatedItems`: it holds for the items that no part within the same schema is about."""
+    """Yield a part for each `unevaluatedItems`, which applies to items that no part of the same schema evaluates."""
     for part in parts:
         if "unevaluatedItems" not in part.keywords:
             continue

@@ -1,4 +1,4 @@
-"""The opposite of a schema, as far as a schema without `not` expresses it."""
+"""The opposite of a schema, as far as it can be expressed without `not`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from quire.text.schemas.document import Node
 from quire.text.schemas.keywords import NOT_ENUM, REFERENCES, TYPES
 from quire.text.schemas.states import Parts
 
-# Beginning of the keys of schemas that are made here.
+# Prefix of the keys of schemas that are made here.
 OPPOSITE = "opposite"
 MAX_DEPTH = 8
-# By keyword: the type of the values that it restricts, the keyword of the opposite, and what is added to its value.
+# Keyword -> the type of the values that it restricts, the opposite keyword, and the offset of the opposite's value.
 LIMITS: Mapping[str, tuple[str, str, int]] = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -28,7 +28,7 @@ LIMITS: Mapping[str, tuple[str, str, int]] = {
 
 
 def negated(schemas: Parts, node: Node, depth: int = 0) -> Node | None:
-    """Return a schema that exactly the values meet which do not meet a schema; None where none is known."""
+    """Return a schema that is met by exactly the values that do not meet `node`; None if it cannot be expressed."""
     if isinstance(node, bool):
         return not node
     if depth > MAX_DEPTH:
@@ -47,7 +47,7 @@ def negated(schemas: Parts, node: Node, depth: int = 0) -> Node | None:
 
 
 def _opposite(schemas: Parts, node: Mapping[str, Any], keyword: str, value: Any, depth: int) -> Node | None:
-    """Return the opposite of one keyword; its schema is always the same."""
+    """Return the opposite of one keyword, the same schema object in each call; None if it cannot be expressed."""
     content: dict[str, Any] | None = None
     if keyword in LIMITS:
         kind, opposite, step = LIMITS[keyword]
@@ -55,7 +55,7 @@ def _opposite(schemas: Parts, node: Mapping[str, Any], keyword: str, value: Any,
     elif keyword == "type":
         names = {value} if isinstance(value, str) else set(value)
         if "integer" in names and "number" not in names:
-            return None  # there are numbers that are no integers, and no type of them
+            return None  # no type has just the numbers that are not integers
         content = {"type": sorted(TYPES - names - {"integer"})}
     elif keyword in ("enum", "const"):
         given = value if keyword == "enum" else [value]

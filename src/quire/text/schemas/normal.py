@@ -1,4 +1,4 @@
-"""The normal form of a schema: one pass, for answers and for the arguments of tools in every format.
+"""Conversion of a schema to its normal form, for answers and for the arguments of tools in every format.
 
 Reading order: document (parts and references), keywords (one part), expansion (alternatives), merging and
 object_merging (forms), this module (states), disjoint (`oneOf`), as_json (the schema of the normal form).
@@ -17,9 +17,9 @@ from quire.text.schemas.merging import merge
 from quire.text.schemas.negation import negated
 from quire.text.schemas.states import Abilities
 
-# Limits of the work for one schema: its states, and the times that one is asked for.
+# Limits of the work for one schema: the number of states, and the number of lookups.
 MAX_STATES, MAX_WORK = 20_000, 60_000
-# Schemas inside each other whose `oneOf` is looked at to decide another one.
+# Maximum nesting of states whose forms are computed to compare the branches of a `oneOf`.
 MAX_NESTED = 8
 JSON = Abilities()
 
@@ -45,7 +45,7 @@ class _Normaliser:
         self._root = root
         self._expander = Expander(Document(root), self.drop)
         self._numbers: dict[tuple[bool, tuple[int, ...]], State] = {}
-        # By state: its schemas, and whether its objects are closed; then its forms.
+        # By state: its schemas and whether its objects are closed; and its forms.
         self._nodes: list[tuple[Sequence[Node], bool]] = [((), False), ((), False)]
         self._forms: dict[State, tuple[Form, ...]] = {ANY: (Anything(),), NEVER: ()}
         self._open: list[State] = []
@@ -67,7 +67,7 @@ class _Normaliser:
     # ---- the interface of `States` ----
 
     def state(self, nodes: Sequence[Node]) -> State:
-        """Return the state of some schemas that a value must all meet."""
+        """Return the state of a conjunction of schemas."""
         self._count()
         own = {id(node): node for node in map(self._expander.target, nodes) if not is_trivial(node)}
         if not own:
@@ -81,7 +81,7 @@ class _Normaliser:
         return self._numbers[key]
 
     def forms(self, state: State) -> tuple[Form, ...]:
-        """Return the forms of a state; of one whose forms are being looked for, any value."""
+        """Return the forms of a state; any value if its forms are being computed, or states nest too deeply."""
         self._count()
         known = self._forms.get(state)
         if known is not None:
@@ -100,14 +100,14 @@ class _Normaliser:
         return found
 
     def is_made(self, node: Node) -> bool:
-        """Return whether a schema is none of the document's."""
+        """Return whether a schema was made, and is not a part of the document."""
         return self._expander.is_made(node)
 
     def drop(self, node: Node, keyword: str, reason: str) -> None:
-        """Leave a keyword out that cannot be enforced."""
+        """Leave out a keyword that cannot be enforced; raise an error if the schema is strict."""
         place = self._expander.document.place(node)
         if self._expander.is_opposite(node):
-            # The place is that of the schema whose opposite it is, such as `properties.a.not`.
+            # Its path is the path of the negated schema, such as `properties.a.not`.
             place, _, keyword = place.rpartition(".")
             keyword = keyword.partition("[")[0]
         dropped = Dropped(place, keyword, reason)
@@ -137,7 +137,7 @@ class _Normaliser:
             return self._expander.expand(nodes, has_choices=False)
 
     def _merged(self, alternative: Alternative) -> list[Form]:
-        """Return the forms of an alternative, without values that it excludes."""
+        """Return the forms of an alternative, without the values that it excludes."""
         forms = merge(alternative.parts, self)
         further: list[Node] = []
         for node, origin in alternative.excluded:
@@ -154,7 +154,7 @@ class _Normaliser:
         return [form for one in exclusive for form in merge(one.parts, self)]
 
     def _are_disjoint(self, forms: Sequence[Form], node: Node) -> bool:
-        """Return whether none of some forms has a value that meets a schema, as it was sent."""
+        """Return whether no value of the forms meets a schema, whose objects are open here, as the client sent it."""
         before, self.is_closed = self.is_closed, False
         try:
             others = self.forms(self.state([node]))
@@ -164,7 +164,7 @@ class _Normaliser:
 
 
 def _possible(states: list[tuple[Form, ...]]) -> list[tuple[Form, ...]]:
-    """Return the forms that some finite value has: a recursive schema may ask for an endless one."""
+    """Return the forms of all states, without forms that no finite value has (in recursive schemas)."""
     possible: set[State] = set()
     is_growing = True
     while is_growing:

@@ -1,8 +1,8 @@
-"""Numbers of a schema within what `llguidance` enforces exactly.
+"""Limits of numbers that `llguidance` enforces exactly.
 
-It reads limits as float64, and integers as 64 bits. So a limit that has no exact value there is moved inwards, to one
-that has: fewer numbers are allowed then, and none that the schema forbids. Without an exponent, the digits of a number
-are bounded too.
+`llguidance` reads limits as float64, and integers as 64 bits. A limit without an exact value is moved inwards to the
+next exact one: this allows fewer numbers, but none that the schema forbids. Numbers are written without an exponent, so
+their digits are bounded too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from quire.text.schemas.forms import Number
 
 # Greatest float64 below 2**63.
 MAX_INTEGER = 2**63 - 2**10
-# An integer of more digits has none above it of as many digits, so it needs a limit above.
+# Integers with as many digits can exceed 64 bits, so a range from here on needs a limit on both sides.
 LARGE_INTEGER = 10**18
 MAX_NUMBER, MIN_NUMBER = 1e17, 1e-30
-# Constants of this size are written without an exponent, as they are.
+# Constants in this range are written without an exponent.
 MAX_CONSTANT, MIN_CONSTANT = 1e15, 1e-6
 MAX_COEFFICIENT = 2**32 - 1
 
 
 def enforceable(number: Number) -> Number | None:
-    """Return a number whose limits are exact; None where there is no such number."""
+    """Return a number with exact limits; None if no number is within them."""
     if number.constants is not None:
         constants = tuple(one for one in number.constants if is_allowed(number, one))
         for one in constants:
@@ -47,7 +47,7 @@ def enforceable(number: Number) -> Number | None:
 
 
 def is_allowed(number: Number, value: float) -> bool:
-    """Return whether a value is within the limits, and a multiple, as the schema says."""
+    """Return whether a value is within the limits and a multiple of the divisor."""
     low, high = number.minimum, number.maximum
     return (
         (not number.is_integer or value == int(value))
@@ -58,9 +58,9 @@ def is_allowed(number: Number, value: float) -> bool:
 
 
 def common_multiple(values: Sequence[float]) -> float | None:
-    """Return the least number of which all multiples of all values are multiples; None for no values.
+    """Return the least common multiple of decimals; None for no values.
 
-    The float64 is one whose digits `llguidance` reads exactly.
+    `llguidance` reads the digits of the returned float64 exactly.
     """
     if not values:
         return None
@@ -93,7 +93,7 @@ def _integer(number: Number) -> Number | None:
 
 
 def _lower(limit: float | None) -> float | None:
-    """Return the least limit that can be enforced and is not below another one."""
+    """Return the lowest enforceable limit that is not below `limit`."""
     if limit is None:
         return None
     if limit > MAX_NUMBER:
@@ -109,7 +109,7 @@ def _upper(limit: float | None) -> float | None:
 
 
 def _rounded(limit: float, towards: float) -> float:
-    """Return the next float64 in a direction, or the limit itself where it is one."""
+    """Return the limit itself if it is a float64, else the next float64 in a direction."""
     found = float(limit)
     is_inward = found >= limit if towards > 0 else found <= limit
     return limit if found == limit else found if is_inward else math.nextafter(found, towards)
@@ -131,7 +131,7 @@ def _check_constant(value: float) -> None:
 
 
 def _exact(value: float) -> Fraction:
-    """Return the decimal that is written for a number."""
+    """Return the exact value of a number's decimal notation."""
     return Fraction(Decimal(str(value)))
 
 
@@ -144,7 +144,7 @@ def _neighbours(value: float) -> Iterable[float]:
 
 
 def _as_read(value: float) -> Fraction | None:
-    """Return the decimal that `llguidance` reads in a float64, by repeated multiplication; None for too many digits."""
+    """Return a float64's value as `llguidance` reads it, by repeated multiplication; None for too many digits."""
     count = 0
     while value != int(value):
         value *= 10

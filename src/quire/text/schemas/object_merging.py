@@ -1,4 +1,4 @@
-"""The forms of an object that several parts of a schema are about."""
+"""The forms of an object that must meet several parts of a schema."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quire.text.schemas.keywords import OF_OBJECTS
 from quire.text.schemas.patterns import to_rust
 from quire.text.schemas.states import States
 
-# Limit of the sets of properties that a limit of their number is expressed by.
+# Maximum number of sets of properties, by which `minProperties` and `maxProperties` are expressed.
 MAX_SETS = 64
 
 
 def objects(parts: Sequence[SchemaPart], states: States) -> list[Object]:
-    """Return the forms of an object that meets all parts; none where there is no such object."""
+    """Return the forms of an object that meets all parts; none if no object does."""
     own = [part for part in parts if part.keywords.keys() & {*OF_OBJECTS}]
     own = [*own, *_unevaluated(own, states)]
     found = _Members(own, states)
@@ -27,7 +27,7 @@ def objects(parts: Sequence[SchemaPart], states: States) -> list[Object]:
 
 
 def _unevaluated(parts: Sequence[SchemaPart], states: States) -> Iterator[SchemaPart]:
-    """Yield a part for each `unevaluatedProperties`: it holds for what no part within the schema is about."""
+    """Yield a part for each `unevaluatedProperties`, which applies to properties that its schema does not evaluate."""
     for part in parts:
         if "unevaluatedProperties" not in part.keywords:
             continue
@@ -46,7 +46,7 @@ class _Members:
     """The members of an object.
 
     Args:
-        parts: parts that are about objects.
+        parts: parts with keywords of objects.
         states: states of the schema.
     """
 
@@ -71,7 +71,7 @@ class _Members:
         return self._with_names(found)
 
     def _is_closed(self, num_named: int) -> bool:
-        """Return whether further properties are left out although the schema allows them."""
+        """Return whether additional properties are excluded although the schema allows them."""
         least, _ = count_limits(self.parts, "minProperties", "maxProperties")
         keys = {key for part in self.parts for key in part.keywords}
         asks = keys & {"additionalProperties", "patternProperties", "unevaluatedProperties"}
@@ -79,7 +79,7 @@ class _Members:
         return self.states.is_closed and declares and not asks and least <= num_named
 
     def _nodes(self, name: str) -> list[Node]:
-        """Return what the parts say of a declared property, without their patterns."""
+        """Return the schemas of a declared property, without schemas of patterns."""
         nodes: list[Node] = []
         for part in self.parts:
             declared = part.keywords.get("properties", {})
@@ -123,7 +123,7 @@ class _Members:
         return tuple((pattern, self.states.state(each)) for pattern, each in nodes.items())
 
     def _with_names(self, found: Object) -> Object:
-        """Return the object with names as `propertyNames` says."""
+        """Return the object with the restrictions of `propertyNames`."""
         having = [part for part in self.parts if "propertyNames" in part.keywords]
         if not having:
             return found
@@ -145,7 +145,7 @@ class _Members:
         return replace(found, names=texts[0])
 
     def _listed(self, found: Object, names: Sequence[str]) -> Object:
-        """Return an object that has only listed names."""
+        """Return an object with listed names only."""
         properties = [(name, state if name in names else NEVER) for name, state in found.properties]
         known = {name for name, _ in properties}
         further = [(name, found.additional) for name in dict.fromkeys(names) if name not in known]
@@ -166,23 +166,23 @@ def _is_readable(pattern: str) -> bool:
 
 
 def _are_disjoint(patterns: Sequence[str]) -> bool:
-    """Return whether no name matches two of some patterns, as far as their first characters show it."""
+    """Return True if the literal beginnings of patterns show that no name matches two of them."""
     begins = [_beginning(pattern) for pattern in patterns]
     pairs = combinations(begins, 2)
     return all(bool(a and b) and not a.startswith(b) and not b.startswith(a) for a, b in pairs)
 
 
 def _beginning(pattern: str) -> str:
-    """Return characters with which all names begin that a pattern in Rust's syntax matches."""
+    """Return the literal characters with which all names that match a pattern in Rust's syntax begin."""
     length = (
         0 if "|" in pattern else next((idx for idx, char in enumerate(pattern) if not char.isalnum()), len(pattern))
     )
-    # A quantifier is about the character before it.
+    # A quantifier applies to the character before it.
     return pattern[: max(length - 1, 0)] if pattern[length : length + 1] in ("*", "?", "{") else pattern[:length]
 
 
 def _counted(found: Object, parts: Sequence[SchemaPart], states: States) -> Iterator[Object]:
-    """Yield the objects that together have all allowed numbers of properties."""
+    """Yield objects that together allow exactly the allowed numbers of properties."""
     least, most = count_limits(parts, "minProperties", "maxProperties")
     num_required = len(found.required)
     optional = [name for name, state in found.properties if name not in found.required and state != NEVER]
@@ -213,7 +213,7 @@ def _counted(found: Object, parts: Sequence[SchemaPart], states: States) -> Iter
 def _sets(
     found: Object, optional: list[str], need: int, room: int | None, parts: Sequence[SchemaPart], states: States
 ) -> Iterator[Object]:
-    """Yield a closed object for each set of properties that may be there, and each set of those that must."""
+    """Yield a closed object for each set of allowed optional properties, and each set of required ones among them."""
     size = len(optional) if room is None else room
     if need > len(optional):
         return

@@ -1,7 +1,7 @@
-"""Regular expressions of JSON schemas (ECMA-262) in the syntax of Rust's `regex`, as far as `llguidance` compiles them.
+"""Conversion of regular expressions of JSON schemas (ECMA-262) to the part of Rust's syntax that `llguidance` compiles.
 
-The two differ in the characters that a class like `\\s` or `.` has, and validators differ too. So a class has only
-characters that ECMA-262 and Python's `re` both allow: a text that is written under the expression is valid to both.
+Dialects and validators differ in the characters of a class like `\\s` or `.`. So a class has only characters that both
+ECMA-262 and Python's `re` allow, and a text that matches the expression is valid in both.
 
 Source: ECMA-262, section 22.2 and annex B.1.2.
 """
@@ -17,7 +17,8 @@ from quire.text.schemas.keywords import MAX_COUNT
 
 ANY_TEXT = "(?s:.*)"
 ANY_CHAR = r"[^\n\r\x{2028}\x{2029}]"
-# By letter: the characters of a class, and those that may be meant by it, which a negated class leaves out.
+# Characters of a class by its letter: `NARROW` has those that all dialects include, `WIDE` those that any dialect
+# includes, for negated classes.
 SPACES = r"\t\n\x{b}\f\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 MORE_SPACES = SPACES + r"\x{1c}-\x{1f}\x{85}\x{feff}"
 NARROW = {
@@ -52,9 +53,9 @@ class Term(NamedTuple):
     """A part of an expression in Rust's syntax.
 
     Args:
-        text: the part, without anchors: alternatives without one begin or end with any text.
-        has_start, has_end: True where `^` or `$` is in it.
-        is_empty: True where it matches no character.
+        text: the part, without anchors; among alternatives, one without an anchor begins or ends with any text.
+        has_start, has_end: True if the part contains `^` or `$`.
+        is_empty: True if the part matches no character.
     """
 
     text: str
@@ -64,9 +65,9 @@ class Term(NamedTuple):
 
 
 def to_rust(pattern: str) -> str:
-    """Return an expression in Rust's syntax, of printable ASCII characters, slashes escaped.
+    """Return an expression in Rust's syntax, of printable ASCII characters, with escaped slashes.
 
-    It matches a whole text, where the original may match a part of it.
+    It matches whole texts of which the original matches a part.
     """
     reader = _PatternReader(pattern)
     text = reader.alternatives(0, is_whole=True).text
@@ -76,12 +77,12 @@ def to_rust(pattern: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return the expression in Rust's syntax of a literal text."""
+    """Return an expression in Rust's syntax for a literal text."""
     return "".join(map(_literal, text))
 
 
 def other_than(texts: Iterable[str]) -> str:
-    """Return the expression in Rust's syntax of all whole texts but some."""
+    """Return an expression in Rust's syntax for all texts except some."""
     names = set(texts)
     followers: dict[str, set[str]] = {}
     for name in names:
@@ -297,7 +298,7 @@ class _PatternReader:
 
 
 def _literal(char: str) -> str:
-    """Return the expression of one character, in a class and outside."""
+    """Return the expression of one character, valid inside and outside a class."""
     if char in META:
         return f"\\{char}"
     return char if char.isascii() and char.isprintable() else f"\\x{{{ord(char):x}}}"

@@ -1,8 +1,8 @@
 """A process in which grammars are compiled on trial, because compilation may never end, or take all memory.
 
 `llguidance` bounds the work of each step, but a client's grammar may still find a case without a bound. So an unknown
-grammar is compiled here first. A compiled grammar cannot be moved between processes: that of the grammars compiles it
-again, which takes the same time.
+grammar is compiled here first. A compiled grammar cannot be moved between processes: the process that uses it compiles
+it again, which takes the same time.
 
 The process imports neither torch nor the model.
 """
@@ -49,9 +49,9 @@ class CompileSandbox:
         return self._process.is_alive
 
     def compile(self, source: GrammarSource, timeout_s: float) -> str | None:
-        """Return why a grammar does not compile, None where it does.
+        """Return the reason why a grammar does not compile; None if it compiles.
 
-        The process does not outlive a grammar that goes over a limit.
+        A grammar that exceeds a limit ends the process.
         """
         try:
             reason, self.num_bytes = self._send(source, timeout_s)
@@ -63,21 +63,21 @@ class CompileSandbox:
         return reason or None
 
     def stop(self) -> None:
-        """Make a compilation that another thread waits for fail at once."""
+        """Abort a compilation that another thread waits for."""
         self._process.stop()
 
     def close(self) -> None:
-        """End the process, in whatever state it is."""
+        """End the process, even during a compilation."""
         self._process.close()
 
     def _send(self, source: GrammarSource | None, timeout_s: float) -> tuple[str, int]:
-        """Return the answer of `_compile_once`; for None the error of the tokenizer, empty where it can be read."""
+        """Return the answer of `_compile_once`; for None the error of the tokenizer, empty if it can be read."""
         reason, num_bytes = json.loads(self._process.ask(json.dumps(source).encode(), timeout_s))
         return str(reason), int(num_bytes)
 
 
 def open_sandbox(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that compiles grammars on trial, within the process."""
+    """Return the function that compiles grammars on trial; runs in the process of the sandbox."""
     error, tokenizer = "", None
     try:
         tokenizer = pickle.loads(setup).open_tokenizer()
@@ -92,7 +92,7 @@ def open_sandbox(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def _compile_once(tokenizer: Any, source: GrammarSource) -> tuple[str, int]:
-    """Return why a grammar does not compile, empty where it does; and the bytes of memory that it took."""
+    """Return the reason why a grammar does not compile, or "", and the bytes of memory that it took."""
     num_before = resident_bytes()
     try:
         matcher = compile_grammar(tokenizer, source, is_trial=True)

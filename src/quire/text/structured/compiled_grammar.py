@@ -1,6 +1,6 @@
 """Grammars compiled by `llguidance`, the source of masks and forced tokens.
 
-It imports no torch, since the processes of `compile_sandbox` and `grammar_server` run it.
+This module imports no torch, since the processes of `compile_sandbox` and `grammar_server` run it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from quire.text.structured.grammar_budget import GrammarBudget
 # grammar, of one or two kilobytes each.
 STEP_FUEL = 50_000
 MAX_LEXER_STATES = 50_000
-# Longer forced text is not tokenized yet: that would take long, and other threads wait.
+# A longer forced text is not tokenized, since other threads would wait; its tokens are sampled until it is shorter.
 MAX_FORCED_BYTES = 1 << 14
 # One space, or a new line with its indentation: enough for common JSON, and bounded.
 WHITESPACE = r" |\n[ \t]{0,40}"
 NO_TEXT = b"\xff"
-# Token classes that `llguidance` precomputes, besides its own: with words, new masks of texts of words take half the
+# Additional token classes whose masks `llguidance` precomputes: with words, new masks of texts of words take half the
 # time.
 SLICES = ("[A-Za-z]+",)
-# In an error: the number of the line, and the lines around it.
+# Parts of an error: a quoted line with its number, and the position.
 SOURCE_LINE = re.compile(r" \d+ \| ")
 ERROR_LINE = re.compile(r"at (\d+)\(\d+\):")
 NO_EXTENSION = "there is no text that it matches and the model can write"
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Grammar:
-    """A compiled grammar: the initial matcher, which each sequence copies."""
+    """A compiled grammar: its initial matcher, which each sequence copies, and its time budget."""
 
     __slots__ = ("__weakref__", "_matcher", "_tokenizer", "budget")
 
@@ -57,24 +57,24 @@ class Grammar:
         return self._matcher.deep_copy()
 
     def forced(self, matcher: Any) -> tuple[int, ...]:
-        """Return the tokens that must come next; none where there is a choice, or the forced text is very long.
+        """Return the tokens that must come next; none if there is a choice, or the forced text is very long.
 
-        Where the forced text spells a special token, the tokenizer returns that token, which is no text to a matcher
-        and may even end the output. Such a text is cut into other tokens.
+        If the forced text spells a special token, the tokenizer returns this token, which a matcher does not accept as
+        text, and which may even end the output. Such a text is encoded with other tokens.
         """
         # Bytes are computed much faster than tokens, and both hold the interpreter lock.
         if not 0 < len(matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES:
             return ()
         tokens: list[int] = matcher.compute_ff_tokens()
         if any(map(self._tokenizer.is_special_token, tokens)) and matcher.validate_tokens(tokens) < len(tokens):
-            # A byte that no text contains precedes special tokens that the grammar names explicitly.
+            # Special tokens that the grammar names explicitly come after a byte that no text contains.
             text, _, _ = matcher.compute_ff_bytes().partition(NO_TEXT)
             tokens = self._tokenizer.greedy_tokenize(text.decode("utf-8", "ignore"))
         return tuple(tokens)
 
 
 def open_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) -> Any:
-    """Return a tokenizer of `llguidance`; a second of work for a large vocabulary."""
+    """Return a tokenizer of `llguidance`; takes a second for a large vocabulary."""
     llguidance = import_llguidance()
     try:
         slices = [*llguidance.LLTokenizer.general_slices(), *SLICES]
@@ -86,7 +86,7 @@ def open_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) -> 
 def compile_grammar(tokenizer: Any, source: GrammarSource, *, is_trial: bool = False) -> Any:
     """Return a matcher of a grammar, before its first token.
 
-    A rule that does not compile is replaced where the grammar says by which other one, with a warning.
+    A rule that does not compile is replaced by the looser rule after `OR_ELSE` in its line, if any, with a warning.
     """
     llguidance = import_llguidance()
     limits = llguidance.LLParserLimits(
@@ -94,7 +94,7 @@ def compile_grammar(tokenizer: Any, source: GrammarSource, *, is_trial: bool = F
     )
     while True:
         matcher = llguidance.LLMatcher(tokenizer, _definition(llguidance, source), log_level=0, limits=limits)
-        # `llguidance` computes without end on a mask where a terminal without a text follows another one.
+        # `llguidance` never finishes a mask if a terminal that matches no text follows another terminal.
         error = matcher.get_error() if matcher.is_error() else _empty_terminal(source)
         if not error:
             # Copies share the work for the first mask, and a grammar without a first token fails here.
@@ -113,12 +113,12 @@ def compile_grammar(tokenizer: Any, source: GrammarSource, *, is_trial: bool = F
 
 @cache
 def _byte_tokenizer() -> Any:
-    """Return a tokenizer whose tokens are bytes: a terminal alone is checked without the work of a vocabulary."""
+    """Return a tokenizer whose tokens are bytes, to check a single terminal without the cost of a vocabulary."""
     return import_llguidance().LLTokenizer("byte")
 
 
 def _empty_terminal(source: GrammarSource) -> str:
-    """Return an error about a terminal of several expressions that no text matches together; "" where there is none."""
+    """Return an error about a terminal whose intersected expressions match no common text; "" if there is none."""
     if source.kind != "grammar" or OR_ELSE not in source.text:
         return ""
     for number, line in enumerate(source.text.split("\n"), 1):
@@ -135,7 +135,7 @@ def _empty_terminal(source: GrammarSource) -> str:
 
 
 def _without_rule(source: GrammarSource, error: str) -> GrammarSource | None:
-    """Return a grammar without the rule that an error is about; None where nothing takes its place."""
+    """Return a grammar with the looser rule in place of the rule that an error is about; None if there is none."""
     found = ERROR_LINE.match(error)
     lines = source.text.split("\n")
     idx = int(found[1]) - 1 if found is not None and source.kind == "grammar" else len(lines)
@@ -156,13 +156,13 @@ def _reason(text: str) -> str:
 
 
 def check_installed() -> None:
-    """Look for `llguidance` without importing it."""
+    """Check that `llguidance` is installed, without importing it."""
     if "llguidance" in sys.modules or find_spec("llguidance") is None:
         import_llguidance()
 
 
 def import_llguidance() -> ModuleType:
-    """Import `llguidance`."""
+    """Import `llguidance`; a missing package is an `UnsupportedFeature`."""
     try:
         return import_module("llguidance")
     except ImportError as error:
@@ -172,7 +172,7 @@ def import_llguidance() -> ModuleType:
 
 
 def _definition(llguidance: ModuleType, source: GrammarSource) -> str:
-    """Return a grammar as `llguidance` reads it."""
+    """Return the definition of a grammar in the format of `llguidance`."""
     kind, text, has_whitespace, is_closed = source
     make = llguidance.LLMatcher
     if kind == "json":
@@ -185,7 +185,7 @@ def _definition(llguidance: ModuleType, source: GrammarSource) -> str:
     elif kind == "regex":
         definition = make.grammar_from_regex(text)
     elif kind == "choice":
-        # One terminal for all choices: each alternative of a rule would be a parser state.
+        # One terminal for all choices, since each alternative of a rule would be a parser state.
         choices = " | ".join(map(lark_literal, json.loads(text)))
         definition = make.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     else:

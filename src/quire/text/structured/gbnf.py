@@ -1,7 +1,7 @@
-"""GBNF, llama.cpp's form of EBNF, prepared for the converter to Lark that `llguidance` has.
+"""GBNF, llama.cpp's form of EBNF, prepared for the converter to Lark in `llguidance`.
 
-That converter spells characters by code wrongly, takes a rule `start` for Lark, and spells different names alike. So
-names are replaced by numbers here, and characters by code by the characters.
+That converter writes characters by code wrongly, mistakes a rule `start` for Lark's, and maps different names to one.
+So names are replaced by numbers here, and codes of characters by the characters.
 
 Source: grammars/README.md of llama.cpp.
 """
@@ -33,7 +33,7 @@ def is_gbnf(text: str) -> bool:
 
 
 def as_lark(text: str) -> str:
-    """Return a grammar in GBNF as Lark."""
+    """Convert a grammar from GBNF to Lark."""
     defined = set(RULE.findall(text))
     if ROOT not in defined:
         raise ValueError("read as GBNF: there is no rule root")
@@ -59,17 +59,17 @@ def as_lark(text: str) -> str:
 
 
 def _text_char(found: re.Match[str]) -> str:
-    """Return an escape in a text, where brackets need none."""
+    """Return the replacement of an escape in a text; brackets need no escape there."""
     return found[4] if found[4] in ("[", "]") else _char(found)
 
 
 def _class_char(found: re.Match[str]) -> str:
-    """Return an escape in a class, or characters that mean an operation on classes in Rust, by code."""
+    """Return the replacement of an escape in a class, or of an operator on classes in Rust, as a code."""
     return OPERATORS.get(found[0]) or _char(found)
 
 
 def _char(found: re.Match[str]) -> str:
-    """Return an escape, or the character whose code it has; ASCII ones stay codes, since they may mean something."""
+    """Return the character of an escape by code; other escapes, and ASCII characters, which may be syntax, stay."""
     code = found[1] or found[2] or found[3]
     if code is None:
         return found[0]

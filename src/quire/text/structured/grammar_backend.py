@@ -1,4 +1,4 @@
-"""The interface of a model's grammars, and the rule that says in which process they are."""
+"""The interface of a model's grammars, and the choice of the process that runs them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from quire.text.structured.grammar_setup import GrammarModel
 from quire.text.structured.local_grammars import HeldGrammar, LocalGrammars
 from quire.text.structured.state_table import Appended, Masks, StepStart
 
-# `llguidance` opens a tokenizer of this size under the interpreter lock for some 45 ms, and twice the size for 100.
+# `llguidance` holds the interpreter lock for some 45 ms to open a tokenizer of this size, 100 ms at twice the size.
 MAX_LOCAL_VOCAB: Final = 1 << 14
 
 
 class MaskSource(Protocol):
-    """Interface of what fills masks and appends forced tokens; one step at a time."""
+    """Fills masks and appends forced tokens, one step at a time."""
 
     def begin(self, step: StepStart) -> None:
-        """Fill the masks of a step, or begin to."""
+        """Fill the masks of a step, or start to fill them."""
 
     def masks(self) -> Masks:
-        """Wait for the masks of the step that was begun last.
+        """Wait for the masks of the last step that was begun.
 
         Raises:
             WorkerError: they are lost, with the states of all sequences.
         """
 
     def append(self, sampled: Sequence[tuple[int, tuple[int, ...]]]) -> list[Appended]:
-        """Consume sampled tokens, and append those that the grammars force after them; see `StateTable.append`.
+        """Consume sampled tokens, and append the tokens that the grammars force; see `StateTable.append`.
 
         Raises:
             WorkerError: the states of all sequences are lost.
@@ -37,7 +37,7 @@ class MaskSource(Protocol):
 
 
 class GrammarBackend(Protocol):
-    """Interface of the grammars of one model; `start`, `hold` and `close` are thread-safe.
+    """Grammars of one model; `start`, `hold` and `close` are thread-safe.
 
     Attributes:
         model: the model.
@@ -49,7 +49,7 @@ class GrammarBackend(Protocol):
         """Prepare for the first grammar, without waiting."""
 
     def hold(self, source: GrammarSource, num_bytes: int) -> HeldGrammar:
-        """Compile a grammar, which is held as long as the returned object is.
+        """Compile a grammar, which stays compiled while the returned object exists.
 
         Args:
             source: the grammar.
@@ -69,9 +69,9 @@ class GrammarBackend(Protocol):
         """
 
     def close(self) -> None:
-        """End the processes; whoever waits for one gets an error."""
+        """End the processes; callers that wait for one get an error."""
 
 
 def open_grammars(model: GrammarModel) -> GrammarBackend:
-    """Return the grammars of a model: in a process of their own where others would wait for the tokenizer."""
+    """Return the grammars of a model: in a separate process if opening the tokenizer would block this one for long."""
     return LocalGrammars(model) if model.vocab_size <= MAX_LOCAL_VOCAB else GrammarProcess(model)

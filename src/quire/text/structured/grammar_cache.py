@@ -1,4 +1,4 @@
-"""The grammars that a model's requests have in common."""
+"""A cache of compiled grammars, which the requests of a model share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from quire.sequences.structured import GrammarSource
 from quire.text.structured.local_grammars import HeldGrammar
 
-# Limits of the compiled grammars that stay cached without a user: their number, and the memory of their compilation.
+# Limits of the cached grammars that no request uses: their number, and the memory of their compilation.
 NUM_CACHED: Final = 32
 CACHED_BYTES: Final = 256 << 20
 
@@ -28,13 +28,13 @@ class GrammarCache:
         self._recent: OrderedDict[GrammarSource, HeldGrammar] = OrderedDict()
 
     def find(self, source: GrammarSource) -> HeldGrammar | None:
-        """Return a grammar if it is cached, and its process runs."""
+        """Return a grammar if it is cached and not lost with its process, else None."""
         with self._lock:
             known = self._known.get(source)
             return None if known is None or not known.is_held else self._touch(source, known)
 
     def add(self, source: GrammarSource, grammar: HeldGrammar) -> HeldGrammar:
-        """Return a grammar that was compiled just now, or the one that another thread has added meanwhile."""
+        """Add a newly compiled grammar and return it, or the grammar that another thread has added meanwhile."""
         known = self.find(source)
         if known is not None:
             return known

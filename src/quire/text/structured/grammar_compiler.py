@@ -1,4 +1,4 @@
-"""The grammars of requests: compiled on trial in a process, then where they are used, and held meanwhile."""
+"""The grammars of requests: compiled on trial in a sandbox, then in the process that uses them, and cached."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class GrammarCompiler:
 
     Args:
         grammars: the model's grammars; closed with the compiler.
-        timeout_s: that compiling one may take.
-        memory_bytes: that it may take.
+        timeout_s: maximum time of the trial of one grammar.
+        memory_bytes: maximum memory of a sandbox.
 
     Attributes:
         grammars: the argument of this name.
-        sandboxes: the processes in which grammars are tried out.
+        sandboxes: processes in which grammars are compiled on trial.
     """
 
     def __init__(self, grammars: GrammarBackend, *, timeout_s: float, memory_bytes: int) -> None:
@@ -50,12 +50,12 @@ class GrammarCompiler:
         return self._cache.find(wanted.source)
 
     def open(self, wanted: StructuredOutputs) -> HeldGrammar:
-        """Return a grammar; one that is not known is tried out first, which may take `timeout_s` and longer.
+        """Return a grammar; an unknown one is compiled on trial first, which may take `timeout_s` and longer.
 
         The grammar stays compiled as long as the caller holds it.
 
         Raises:
-            InvalidParameter: it does not compile, or not within the limits; the field is that of `wanted`.
+            InvalidParameter: it does not compile, or not within the limits; names the field of `wanted`.
             UnsupportedFeature: the package `llguidance` is missing, or cannot read the tokenizer.
             WorkerError: a process does not start, or has ended.
         """
@@ -65,7 +65,7 @@ class GrammarCompiler:
         check_installed()
         source = wanted.source
         allowed = f"{WANTED[source.kind]} that compiles"
-        self.grammars.start()  # while a sandbox starts: both read the tokenizer
+        self.grammars.start()  # starts at the same time as a sandbox, since both read the tokenizer
         error, num_bytes = self._check(wanted)
         if error is None:
             try:
@@ -75,7 +75,7 @@ class GrammarCompiler:
         raise InvalidParameter(wanted.field, source.text, f"{allowed}: {error}")
 
     async def wait_for(self, wanted: StructuredOutputs | None) -> HeldGrammar | None:
-        """Return the grammar of `open` without blocking the event loop; None for None.
+        """Await the result of `open` in another thread; None for None.
 
         Raises:
             WorkerError: the engine was shut down.
@@ -95,6 +95,6 @@ class GrammarCompiler:
         return CompileSandbox(self.grammars.model.setup(), self._memory_bytes)
 
     def _check(self, wanted: StructuredOutputs) -> tuple[str | None, int]:
-        """Return why a grammar does not compile, None where it does; and the bytes of memory that it takes."""
+        """Return the reason why a grammar does not compile, or None, and the bytes of memory that it takes."""
         with self.sandboxes.process() as sandbox:
             return sandbox.compile(wanted.source, self._timeout_s), sandbox.num_bytes

@@ -1,10 +1,10 @@
-"""The process that has a model's grammars: it compiles them, fills their masks, and finds forced tokens.
+"""Client of the process that compiles a model's grammars, fills their masks, and finds forced tokens.
 
-`llguidance` holds the interpreter lock while it opens a tokenizer, two seconds for a vocabulary of 262,144, and for
+`llguidance` holds the interpreter lock while it opens a tokenizer, two seconds for a vocabulary of 262,144, and during
 parts of other calls. In the engine's process, all other requests would wait meanwhile.
 
 A step asks two questions: for its masks, which are filled while the model runs, and for the tokens that the grammars
-force after those that were sampled. Both are small; an answer has a mask of V bits for each row with a grammar.
+force after the sampled ones. Both are small; the answer has a mask of V bits for each row with a grammar.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BOOT: Final = (
 
 
 class GrammarProcess:
-    """Grammars in a process of their own, which starts when it is needed, and again after it has ended.
+    """Grammars in a separate process, which starts when it is needed, and again after it has ended.
 
     See `quire.text.structured.grammar_backend.GrammarBackend`.
     """
@@ -50,7 +50,7 @@ class GrammarProcess:
         self._pipes: GrammarPipes | None = None
 
     def start(self) -> GrammarPipes:
-        """Return the pipes of the process, which is started where it does not run; do not wait for its tokenizer."""
+        """Return the pipes of the process; start it if it does not run, without waiting for its tokenizer."""
         with self._lock:
             if self._pipes is None or not self._pipes.is_alive:
                 if self._is_closed:
@@ -59,11 +59,11 @@ class GrammarProcess:
             return self._pipes
 
     def pipes(self) -> GrammarPipes:
-        """Return the pipes of the process that was started last, whether it has ended or not."""
+        """Return the pipes of the last process that was started, even if it has ended."""
         return self._pipes or self.start()
 
     def hold(self, source: GrammarSource, num_bytes: int) -> HeldGrammar:
-        """Compile a grammar, which is held as long as the returned object is."""
+        """Compile a grammar, which stays compiled while the returned object exists."""
         pipes = self.start()
         error = pipes.compile(source)
         if error is not None:
@@ -77,7 +77,7 @@ class GrammarProcess:
         return ProcessMasks(self, overlaps=overlaps)
 
     def close(self) -> None:
-        """End the process; whoever waits for it gets an error."""
+        """End the process; callers that wait for it get an error."""
         with self._lock:
             self._is_closed = True
             if self._pipes is not None:
@@ -93,18 +93,18 @@ class ProcessMasks:
         self._filled: Masks | None = None
 
     def begin(self, step: StepStart) -> None:
-        """Fill the masks of a step, or begin to."""
-        # The answers come from the process that was asked, even where another one has started since.
+        """Fill the masks of a step, or start to fill them."""
+        # The answers come from the process that was asked, even if another one has started since.
         self._pipes = self._process.pipes()
         self._pipes.begin(step)
         self._filled = None if self._overlaps else self._pipes.masks()
 
     def masks(self) -> Masks:
-        """Wait for the masks of the step that was begun last."""
+        """Wait for the masks of the last step that was begun."""
         return self._pipes.masks() if self._filled is None else self._filled
 
     def append(self, sampled: Sequence[tuple[int, tuple[int, ...]]]) -> list[Appended]:
-        """Consume sampled tokens, and append those that are forced after them."""
+        """Consume sampled tokens, and append the tokens that are forced after them."""
         return self._pipes.append(sampled)
 
 
@@ -121,13 +121,13 @@ class _RemoteGrammar(HeldGrammar):
 
 
 class GrammarPipes:
-    """A running process, and its pipes; one thread asks the questions of steps, others have grammars compiled."""
+    """The process and its pipes; one thread asks the questions of steps, others compile grammars."""
 
     def __init__(self, setup: GrammarSetup) -> None:
         self.released: deque[GrammarSource] = deque()
         search_path = json.dumps([str(folder) for folder in sys.path])
         try:
-            # A session of its own, since only this process handles signals of the terminal.
+            # It runs in a separate session, since only this process handles signals of the terminal.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, search_path],
                 stdin=subprocess.PIPE,
@@ -153,7 +153,7 @@ class GrammarPipes:
         return self._process.poll() is None
 
     def compile(self, source: GrammarSource) -> str | None:
-        """Have a grammar compiled and held; return why it does not compile, None where it does."""
+        """Compile and hold a grammar in the process; return the reason why it does not compile, or None."""
         with self._compiling:
             if not self._has_tokenizer:
                 answer, _ = _read(self._compilations)
@@ -169,7 +169,7 @@ class GrammarPipes:
         return error
 
     def begin(self, step: StepStart) -> None:
-        """Ask for the masks of a step; raises `WorkerError` where the process has ended, as the other methods do."""
+        """Ask for the masks of a step; raises `WorkerError` if the process has ended, as the other methods do."""
         while self.released:
             self._ask(RELEASE, self.released.popleft())
         # Plain tuples are pickled ten times as fast.
@@ -181,7 +181,7 @@ class GrammarPipes:
         return [Masked(*one) for one in masked], masks
 
     def append(self, sampled: Sequence[tuple[int, tuple[int, ...]]]) -> list[Appended]:
-        """Have sampled tokens consumed, and return them with those that the grammars force after them."""
+        """Have sampled tokens consumed, and return them with the tokens that the grammars force after them."""
         self._ask(APPEND, sampled)
         appended, _ = _read(self._steps)
         return [Appended(tuple(token_ids), error) for token_ids, error in appended]
@@ -205,12 +205,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
         assert pipe is not None
-        with suppress(OSError):  # of a question that was not sent wholly
+        with suppress(OSError):  # a question was sent only in part
             pipe.close()
 
 
 def _read(source: IO[bytes]) -> tuple[Any, bytearray]:
-    """Return the parts of an answer."""
+    """Read an answer: a JSON value, and masks."""
     try:
         head = source.read(ANSWER.size)
         num_bytes, num_mask_bytes = ANSWER.unpack(head)

@@ -1,4 +1,4 @@
-"""The program of the process that has a model's grammars; see `quire.text.structured.grammar_process`.
+"""The program of the process with a model's grammars; see `quire.text.structured.grammar_process`.
 
 ```
  stdin    <- setup, then questions: compile, release, begin a step, append
@@ -6,7 +6,7 @@
  stderr   -> answers of the setup and of compilations, which another thread makes meanwhile
 ```
 
-It imports neither torch nor the model.
+The process imports neither torch nor the model.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from quire.text.structured.state_table import MaskJob, StateTable, StepStart
 QUESTION: Final = struct.Struct("!cQ")
 ANSWER: Final = struct.Struct("!QQ")
 SETUP, COMPILE, RELEASE, BEGIN, APPEND = b"s", b"c", b"r", b"b", b"a"
-# A thread that compiles makes the thread of the steps wait for no longer than this, where it runs Python.
+# Maximum time for which Python code of the compiling thread delays the thread of the steps.
 SWITCH_INTERVAL_S: Final = 0.0005
 
 
 def main() -> None:
     """Read the setup, then answer questions until the input ends."""
     questions, steps, compilations = sys.stdin.buffer, os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(2), "wb")
-    # Output of libraries is no answer.
+    # Output of libraries must not be read as an answer.
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
@@ -82,9 +82,9 @@ def _serve(
 def _compile_all(
     grammars: CompiledGrammars, changes: SimpleQueue[tuple[bytes, GrammarSource]], compilations: BinaryIO
 ) -> None:
-    """Compile grammars, and hold each until it is released as often as it was compiled.
+    """Compile grammars, and hold each until it was released as often as it was compiled.
 
-    The answer to a compilation has the error, or None, and the warnings to log.
+    The answer to a compilation contains an error or None, and warnings to log.
     """
     held: defaultdict[GrammarSource, list[Grammar]] = defaultdict(list)
     records: SimpleQueue[logging.LogRecord] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""The grammars of one model in one process: what they are opened with, and those that are compiled."""
+"""The grammars of one model in one process: their setup, and the compiled grammars."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quire.text.structured.grammar_budget import GrammarBudget
 
 
 class GrammarSetup(NamedTuple):
-    """The setup of grammars, for any process.
+    """The setup of a model's grammars, which any process can open.
 
     Args:
         tokenizer: call that returns the text of the `tokenizer.json`.
         vocab_size: V of the logits, ids without a token included.
-        end_token_ids: tokens that may stand where the grammar is complete; at least one.
+        end_token_ids: tokens that are allowed when a grammar is complete; at least one.
     """
 
     tokenizer: RemoteCall
@@ -36,12 +36,12 @@ class GrammarSetup(NamedTuple):
 
 
 class GrammarModel(NamedTuple):
-    """The model whose grammars are opened, perhaps in several processes.
+    """The model whose grammars are opened, possibly in several processes.
 
     Args:
         tokenizer: function that returns a call for the text of the `tokenizer.json`.
         vocab_size: V of the logits, ids without a token included.
-        end_token_ids: tokens that may stand where a grammar is complete; at least one.
+        end_token_ids: tokens that are allowed when a grammar is complete; at least one.
     """
 
     tokenizer: Callable[[], RemoteCall]
@@ -49,12 +49,12 @@ class GrammarModel(NamedTuple):
     end_token_ids: tuple[int, ...]
 
     def setup(self) -> GrammarSetup:
-        """Return the setup of the grammars, for a process that starts now."""
+        """Return the setup of the grammars for a new process."""
         return GrammarSetup(self.tokenizer(), self.vocab_size, self.end_token_ids)
 
 
 class CompiledGrammars:
-    """The grammars that are compiled in this process, as long as somebody has them; thread-safe."""
+    """The grammars that are compiled in this process, held by weak references; thread-safe."""
 
     def __init__(self, setup: GrammarSetup) -> None:
         self._tokenizer = setup.open_tokenizer()
@@ -62,7 +62,7 @@ class CompiledGrammars:
         self._known: WeakValueDictionary[GrammarSource, Grammar] = WeakValueDictionary()
 
     def find(self, source: GrammarSource) -> Grammar:
-        """Return a grammar; one that nobody has is compiled."""
+        """Return a grammar; compile it if no reference to it exists."""
         known = self._known.get(source)
         if known is not None:
             return known

@@ -1,9 +1,9 @@
-"""The grammar state of one sequence: the tokens that are allowed next, and those that are forced.
+"""The grammar state of one sequence: the tokens that are allowed next, and the tokens that are forced.
 
-Where the grammar leaves no choice of text, the only allowed token is the tokenizer's own for that text (special tokens
-are no text). So forced tokens are the same whether they are sampled row by row, verified as drafts, or appended without
-a step. Where the forced text is very long, all tokens that the grammar allows stay allowed until the rest of the text
-is shorter.
+If the grammar leaves no choice of text, the only allowed token is the one that the tokenizer chooses for that text
+(special tokens are not text). So forced tokens are the same if they are sampled row by row, verified as drafts, or
+appended without a step. If the forced text is very long, all tokens that the grammar allows stay allowed until the rest
+of the text is shorter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.text.structured.grammar_budget import GrammarAccount, GrammarBudget
 from quire.text.structured.output_constraint import OutputConstraint
 from quire.text.structured.thinking import ThinkingGrammar
 
-# Forced tokens that one step appends at most; more wait for the next one.
+# Maximum number of forced tokens that one step appends; the rest is appended in the next steps.
 MAX_RUN = 256
 DEAD_END = "the output has come to a dead end of its grammar (structured_outputs)"
 TOO_SLOW = (
@@ -26,13 +26,13 @@ TOO_SLOW = (
 )
 # Number of forced tokens that are consumed between two checks of the time.
 RUN_PART = 8
-# Forced tokens, and the number of them that lie before the position.
+# Forced tokens, and the number of these before the current position.
 Forced = tuple[tuple[int, ...], int]
 NOT_FORCED: Forced = ((), 0)
 
 
 class GrammarState:
-    """The matcher of one sequence's output, which can advance and roll back."""
+    """The matcher of one sequence's output; it advances and rolls back."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class GrammarState:
         return child
 
     def is_prefix_of(self, token_ids: list[int]) -> bool:
-        """Return True where an output begins with all the tokens of this one."""
+        """Return whether an output begins with all tokens of this one."""
         known = self.token_ids
         num_known = len(known)
         # The last token is compared first: most beams differ there.
@@ -76,7 +76,7 @@ class GrammarState:
     # ---- tokens ----
 
     def sync(self, start: int, token_ids: Sequence[int]) -> None:
-        """Roll back or advance until the output's tokens from `start` on are `token_ids`."""
+        """Roll back and advance so that the output's tokens from `start` on are `token_ids`."""
         if self.error is not None:
             return
         same = start + next(
@@ -103,7 +103,7 @@ class GrammarState:
         self._account.start()
         num_taken = self._advance(token_ids)
         if not self._charge(num_taken) or num_taken < len(token_ids) or not self._appends:
-            return token_ids  # they end the sequence, or forced tokens are sampled
+            return token_ids  # they end the sequence, or forced tokens are to be sampled
         run = list(token_ids)
         limit = len(run) + MAX_RUN
         while len(run) < limit:
@@ -120,7 +120,7 @@ class GrammarState:
         return tuple(run)
 
     def _charge(self, count: int) -> bool:
-        """Charge the time of `count` masks and tokens; return False where there is an error, such as no time left."""
+        """Charge the time of `count` masks and tokens; return False after an error, such as no time left."""
         if not self._account.charge(count) and self.error is None:
             self.error = TOO_SLOW
         return self.error is None
@@ -131,7 +131,7 @@ class GrammarState:
         return self.num_prompt + len(self.token_ids)
 
     def _advance(self, token_ids: Sequence[int]) -> int:
-        """Consume tokens up to one that ends the output or that the grammar forbids; return the number consumed."""
+        """Consume tokens before the first end token or token that the grammar forbids; return the number consumed."""
         for num_taken, token_id in enumerate(token_ids):
             if token_id in self._end_token_ids or self._matcher.try_consume_tokens([token_id]) != 1:
                 return num_taken
@@ -142,7 +142,7 @@ class GrammarState:
         return len(token_ids)
 
     def _roll_back(self, num_tokens: int) -> bool:
-        """Remove the last tokens; return False where the matcher cannot."""
+        """Remove the last tokens; return False after an error."""
         if not num_tokens:
             return True
         del self.token_ids[-num_tokens:], self._forced[-num_tokens:]
@@ -166,7 +166,7 @@ class GrammarState:
         self._account.budget.begin_step(step)
 
     def fill(self, masks: Sequence[memoryview], draft: Sequence[int]) -> int:
-        """Fill the mask of the next row, and those after the drafts that the grammar allows."""
+        """Fill the masks of the next row and of the rows after drafts that the grammar allows; return their number."""
         if self.error is None and self._account.is_overdrawn:
             self.error = TOO_SLOW
         if self.error is not None:
@@ -175,11 +175,11 @@ class GrammarState:
         num_masks = 0
         if self._fill_row(masks[0]):
             num_masks = 1 + (self._fill_drafts(masks[1:], draft) if draft else 0)
-        self._charge(2 * num_masks)  # with the drafts between them
+        self._charge(2 * num_masks)  # drafts are consumed between the masks
         return num_masks
 
     def _fill_drafts(self, masks: Sequence[memoryview], draft: Sequence[int]) -> int:
-        """Fill the masks after drafts; an error there is ignored, since the drafts may not be accepted."""
+        """Fill the masks after drafts; ignore errors, since the drafts may not be accepted."""
         # A matcher cannot recover from an error.
         before, num_before = self._matcher.deep_copy(), len(self.token_ids)
         num_masks = 0

@@ -13,10 +13,10 @@ from quire.text.structured.state_table import Appended, Masks, StateTable, StepS
 
 
 class HeldGrammar:
-    """A compiled grammar, which stays compiled as long as this object lives.
+    """A compiled grammar, which stays compiled while this object exists.
 
     Args:
-        holder: the grammar, or the process that has it.
+        holder: the grammar, or the pipes of its process.
         num_bytes: memory that the grammar takes.
     """
 
@@ -28,7 +28,7 @@ class HeldGrammar:
 
     @property
     def is_held(self) -> bool:
-        """False once the grammar is lost, with the process that had it."""
+        """False if the grammar was lost with its process."""
         return True
 
 
@@ -44,7 +44,7 @@ class LocalGrammars:
         """Do nothing: `hold` opens the tokenizer."""
 
     def hold(self, source: GrammarSource, num_bytes: int) -> HeldGrammar:
-        """Compile a grammar, which is held as long as the returned object is."""
+        """Compile a grammar, which stays compiled while the returned object exists."""
         return HeldGrammar(self._find(source), num_bytes)
 
     def mask_source(self, *, overlaps: bool) -> LocalMasks:
@@ -73,15 +73,15 @@ class LocalMasks:
         self._filled: Future[Masks] | Masks | None = None
 
     def begin(self, step: StepStart) -> None:
-        """Fill the masks of a step, or begin to."""
+        """Fill the masks of a step, or start to fill them."""
         fill = self._table.begin
         self._filled = fill(step) if self._thread is None else self._thread.submit(fill, step)
 
     def masks(self) -> Masks:
-        """Wait for the masks of the step that was begun last."""
+        """Wait for the masks of the last step that was begun."""
         assert self._filled is not None, "a step was begun"
         return self._filled.result() if isinstance(self._filled, Future) else self._filled
 
     def append(self, sampled: Sequence[tuple[int, tuple[int, ...]]]) -> list[Appended]:
-        """Consume sampled tokens, and append those that are forced after them."""
+        """Consume sampled tokens, and append the tokens that are forced after them."""
         return self._table.append(sampled)

@@ -5,10 +5,10 @@
  thread or process of masks                       '-> fill ... ->'                           '-> in the process ->'
 ```
 
-Where the model's threads occupy all cores, filling masks would slow one of them, and the others would wait for it at
-the end of each kernel: then this thread waits for the masks before the layers.
+If the model's threads occupy all cores, filling masks would slow one of them, and the others would wait for it at the
+end of each kernel. In this case, this thread waits for the masks before the layers.
 
-Thinking budgets without a grammar need no other process.
+Outputs with a thinking budget and without a grammar are masked in this process.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from quire.text.structured.state_table import Appended, Masked, MaskJob, StateTa
 
 
 class MaskedOutput:
-    """One sequence's constraint, as the sampler uses it.
+    """One sequence's constraint, from which the sampler reads masks.
 
     Attributes:
-        error: reason for which the sequence cannot continue; it ends its request.
+        error: reason why the sequence cannot continue, which ends its request; else None.
         num_prompt: number of tokens before the output.
     """
 
@@ -55,11 +55,11 @@ class MaskedOutput:
         return self._masks[idx] if 0 <= idx < len(self._masks) else None
 
     def take(self, masked: Masked, rows: torch.Tensor) -> None:
-        """Take the masks of a step, int32 [n, ceil(V / 32)]."""
+        """Store the masks of a step, int32 [n, ceil(V / 32)]."""
         self._first, self._masks, self.error = masked.position, rows[: masked.num_masks], masked.error
 
     def fail(self, error: str) -> None:
-        """Take an error, and no masks."""
+        """Store an error, and drop the masks."""
         self._masks, self.error = (), error
 
 
@@ -85,7 +85,7 @@ class _MaskedPart:
 
     def begin(self, items: Sequence[ScheduledSequence]) -> None:
         """Ask for the masks of a step."""
-        self.collect()  # of a failed step, whose masks nobody has looked at
+        self.collect()  # masks of a failed step, which were not read
         jobs = tuple(job for item in items if (job := self._mask_job(item)) is not None) if self.open else ()
         if not jobs and not self._closed and not self._opened:
             return
@@ -98,7 +98,7 @@ class _MaskedPart:
             self._fail(str(error))
 
     def collect(self) -> None:
-        """Wait for the masks of the step, unless they are here."""
+        """Wait for the masks of the step, if they were not collected yet."""
         if self._waiting is None:
             return
         jobs, self._waiting = self._waiting, None
@@ -112,11 +112,11 @@ class _MaskedPart:
         parts = torch.split(rows.view(-1, num_words), [job.num_rows for job in jobs])
         for job, one, part in zip(jobs, masked, parts, strict=True):
             output = self.open.get(job.seq_id)
-            if output is not None:  # still open after a failed step
+            if output is not None:  # None if it was closed after a failed step
                 output.take(one, part)
 
     def append(self, sampled: Sequence[tuple[int, tuple[int, ...]]]) -> list[Appended]:
-        """Return sampled tokens with the forced ones after them."""
+        """Return sampled tokens with the forced tokens after them."""
         if not sampled:
             return []
         self.collect()
@@ -148,7 +148,7 @@ class _MaskedPart:
 
 
 class GrammarStates:
-    """Opens and closes constraints, and gets their masks and forced tokens.
+    """Opens and closes constraints, and fetches their masks and forced tokens.
 
     Args:
         source: source of the masks of outputs with a grammar.
@@ -172,7 +172,7 @@ class GrammarStates:
         self._without.close_sequence(seq_id)
 
     def open(self, seq_id: int, new_sequence: NewSequence) -> MaskedOutput | None:
-        """Return the constraint of a new sequence; None where it has neither a grammar nor a thinking budget."""
+        """Return the constraint of a new sequence; None if it has neither a grammar nor a thinking budget."""
         constraint = OutputConstraint.of(new_sequence)
         if constraint is None:
             return None
@@ -180,7 +180,7 @@ class GrammarStates:
         return part.open_sequence(seq_id, constraint)
 
     def begin(self, items: Sequence[ScheduledSequence]) -> None:
-        """Fill the masks of a step, or begin to."""
+        """Fill the masks of a step, or start to fill them."""
         self._with_grammar.begin(items)
         self._without.begin(items)
 
@@ -195,7 +195,7 @@ class GrammarStates:
         for part in (self._with_grammar, self._without):
             if not part.open:
                 continue
-            # Each of several samples becomes a sequence with a state of its own.
+            # An item with several samples is left out: each sample becomes a new sequence with its own state.
             own = [
                 idx
                 for idx, (item, result) in enumerate(zip(items, results, strict=True))

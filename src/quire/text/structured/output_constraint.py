@@ -1,4 +1,4 @@
-"""The constraint of one output, as another process needs it: without the prompt, and without other parameters."""
+"""The constraint of one output, for another process: without the prompt and the other parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class OutputConstraint(NamedTuple):
         thinking: markers of thinking; None for a model that does not think.
         max_thinking: maximum number of thinking tokens; None for any number.
         thinking_start: state of thinking at the beginning of the output; None without `thinking`.
-        ignores_ends: True where the output goes on after an end token.
-        first_end: first position, of prompt and output, at which an end token may stand.
-        appends: True where forced tokens are appended without a step.
+        ignores_ends: True if the output continues after an end token.
+        first_end: first position, in prompt and output, at which an end token is allowed.
+        appends: True if forced tokens are appended without a step.
         num_prompt: number of tokens before the output.
         token_ids: the output so far.
         arrival: number of the sequence's request; None for a sequence without siblings.
@@ -38,13 +38,13 @@ class OutputConstraint(NamedTuple):
 
     @classmethod
     def of(cls, new_sequence: NewSequence) -> OutputConstraint | None:
-        """Return the constraint of a sequence, given its description in a plan; None where nothing is constrained."""
+        """Return the constraint of a sequence from its description in a plan; None if it has none."""
         params, num_prompt = new_sequence.params, new_sequence.num_prompt
         wanted, thinking = params.structured_outputs, params.thinking
         if wanted is None and params.thinking_token_budget is None:
             return None
         prompt, output = new_sequence.token_ids[:num_prompt], new_sequence.token_ids[num_prompt:]
-        # Where another parameter may forbid a forced token, it is sampled; no allowed token left is then an error.
+        # If another parameter may forbid forced tokens, they are sampled; it is an error if no allowed token is left.
         may_be_forbidden = (
             params.allowed_token_ids is not None
             or params.bad_words

@@ -1,6 +1,6 @@
-"""The grammar states of all open sequences, and their masks of a step.
+"""The grammar states of all open sequences, and the masks of a step.
 
-It imports no torch: the process of `quire.text.structured.grammar_server` runs it.
+This module imports no torch, since the process of `quire.text.structured.grammar_server` runs it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MaskJob(NamedTuple):
         start: index in the output of the first of `token_ids`.
         token_ids: known tokens of the output from `start` on.
         draft: drafted tokens after them.
-        is_sampled: True where a token is sampled in this step.
+        is_sampled: True if a token is sampled in this step.
     """
 
     seq_id: int
@@ -46,7 +46,7 @@ class StepStart(NamedTuple):
 
     Args:
         closed: ids of sequences that have finished.
-        opened: new sequences, which may be forks of those that have finished: id and constraint.
+        opened: ids and constraints of new sequences, which may be forks of the closed ones.
         jobs: mask work, at most one job of each open sequence.
     """
 
@@ -59,9 +59,9 @@ class Masked(NamedTuple):
     """The masks of one job.
 
     Args:
-        position: position, in prompt and output, of the token that the first mask is for.
+        position: position, in prompt and output, of the token to which the first mask applies.
         num_masks: number of rows that have a mask; the others are for drafts that are never accepted.
-        error: reason for which the sequence cannot go on; None without one.
+        error: reason why the sequence cannot continue, or None.
     """
 
     position: int
@@ -70,18 +70,18 @@ class Masked(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """The tokens of a sequence after it consumed those that were sampled.
+    """The new tokens of a sequence after a step.
 
     Args:
-        token_ids: the sampled tokens, and those that the grammar forces after them.
-        error: error of the grammar's library; None without one.
+        token_ids: the sampled tokens, and the tokens that the grammar forces after them.
+        error: error of the grammar, or None.
     """
 
     token_ids: tuple[int, ...]
     error: str | None = None
 
 
-# A result for each job of a step; and the masks, one for each of the `num_rows` of all jobs, in their order.
+# One result for each job of a step, and the masks of the `num_rows` rows of each job, in order.
 Masks = tuple[list[Masked], bytearray]
 
 
@@ -119,7 +119,8 @@ class StateTable:
         return masked, masks
 
     def open(self, constraint: OutputConstraint, finished: Sequence[GrammarState] = ()) -> GrammarState:
-        """Return the grammar state of a new sequence.
+        """Return the grammar state of a new sequence."""
+        # An output with `ignore_eos` continues after an end token, so it has no ends.
 
         Args:
             constraint: constraint of its output.
@@ -128,8 +129,8 @@ class StateTable:
         # Without a grammar, an output may go on after an end token.
         ends = () if constraint.ignores_ends else self._end_token_ids
         output = list(constraint.token_ids)
-        # A sibling's matcher has consumed these tokens already. Equal parameters, seeds and lengths of prompts make no
-        # sibling: the prompt decides whether the output begins inside thinking.
+        # A sibling's matcher has consumed these tokens already. Only sequences of one request are siblings, because the
+        # prompt decides whether the output begins inside thinking.
         has_siblings = bool(output) and constraint.arrival is not None
         known = (*self._open.values(), *finished) if has_siblings else ()
         family = [one for one in known if one.arrival == constraint.arrival]
@@ -146,7 +147,7 @@ class StateTable:
     def _after_thinking(
         self, grammar: Grammar | None, constraint: OutputConstraint
     ) -> Grammar | ThinkingGrammar | None:
-        """Return the grammar that applies from the end of thinking on, where the model thinks."""
+        """Return the grammar; for a model that thinks, it applies after the end of thinking."""
         thinking, start = constraint.thinking, constraint.thinking_start
         if thinking is None or start is None:
             return grammar
@@ -157,7 +158,7 @@ class StateTable:
     def _fill(self, job: MaskJob, rows: Sequence[memoryview]) -> Masked:
         """Sync a grammar state with the known tokens, and fill its masks."""
         state = self._open.get(job.seq_id)
-        if state is None:  # it was open in a process that has ended
+        if state is None:  # it was opened in a process that has ended
             return Masked(0, 0, LOST)
         state.begin_step(self._num_steps)
         num_masks = 0
@@ -170,7 +171,7 @@ class StateTable:
         return Masked(state.position, num_masks, state.error)
 
     def append(self, sampled: Sequence[tuple[int, tuple[int, ...]]]) -> list[Appended]:
-        """Consume sampled tokens, and append those that the grammars force after them.
+        """Consume sampled tokens, and append the tokens that the grammars force after them.
 
         Args:
             sampled: id of an open sequence, and its tokens.
@@ -186,10 +187,10 @@ class StateTable:
 
 
 def mask_bytes(vocab_size: int) -> int:
-    """Return the bytes of a mask."""
+    """Return the number of bytes of a mask."""
     return -(-vocab_size // 32) * 4
 
 
 def failure(error: Exception) -> str:
-    """Return the error message for the request of a grammar that raised."""
+    """Return the error message for a request whose grammar raised an error."""
     return f"the grammar of the output failed: {describe(error)}"

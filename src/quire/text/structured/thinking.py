@@ -1,7 +1,7 @@
-"""Thinking before a grammar: the grammar applies from the end of thinking on, which a token budget may force.
+"""Thinking before a grammar: the grammar applies after the end of thinking, which a token budget may force.
 
-Both classes have the interfaces of `Grammar` and of `llguidance`'s matcher, so that the forward and backward moves of
-`GrammarState`, its forks, drafts and forced tokens are the same with thinking and without.
+The classes have the interfaces of `Grammar` and of `llguidance`'s matcher, so that `GrammarState` advances, rolls back
+and forks in the same way with and without thinking.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.text.structured.grammar_budget import GrammarBudget
 
 
 class ThinkingGrammar:
-    """A grammar after thinking, for the outputs of one prompt."""
+    """A grammar, or any text, after thinking, for the outputs of one prompt."""
 
     def __init__(
         self,
@@ -39,28 +39,28 @@ class ThinkingGrammar:
         return ThinkingMatcher(self, None if self.grammar is None else self.grammar.open())
 
     def forced(self, matcher: ThinkingMatcher) -> tuple[int, ...]:
-        """Return the tokens that must come next; none where there is a choice."""
+        """Return the tokens that must come next; none if there is a choice."""
         state = matcher.state
         if state.phase is ThinkingPhase.AFTER:
             return () if self.grammar is None else self.grammar.forced(matcher.inner)
         return self.closing(state)
 
     def closing(self, state: ThinkingState) -> tuple[int, ...]:
-        """Return the tokens that end thinking where its budget is used up, else none."""
+        """Return the tokens that end thinking if its budget is used up, else none."""
         is_used_up = self._max_tokens is not None and state.num_tokens >= self._max_tokens
         return self.tokens.closing_ids(state) if is_used_up and state.phase is ThinkingPhase.INSIDE else ()
 
 
 class ThinkingMatcher:
-    """The matcher of one output; the methods are those of `llguidance`'s.
+    """The matcher of one output, with the methods of `llguidance`'s matcher.
 
-    Where the output may still begin to think, the first token is the marker that begins thinking or one of the grammar.
+    Before thinking, the next token is the marker that begins thinking, or a token that the grammar allows.
     """
 
     def __init__(self, grammar: ThinkingGrammar, inner: Any) -> None:
         self.inner = inner
         self._grammar = grammar
-        # The states before and after each token so far, and whether the inner matcher has consumed the token.
+        # The states before the first token and after each token, and whether the inner matcher has consumed each token.
         self._states = [grammar.start]
         self._is_inner: list[bool] = []
 
@@ -71,12 +71,12 @@ class ThinkingMatcher:
 
     @property
     def _has_choice(self) -> bool:
-        """True where the next token may be a marker that begins thinking, or the answer's first token."""
+        """True if the next token may be the marker that begins thinking, or the answer's first token."""
         is_before = self.state.phase is ThinkingPhase.BEFORE
         return is_before and self.inner is not None and not self._grammar.tokens.has_headers
 
     def try_consume_tokens(self, token_ids: Sequence[int]) -> int:
-        """Consume tokens up to the first that is not allowed; return the number consumed."""
+        """Consume tokens before the first one that is not allowed; return the number consumed."""
         for num_taken, token_id in enumerate(token_ids):
             if not self._consume(token_id):
                 return num_taken
@@ -99,7 +99,7 @@ class ThinkingMatcher:
         return True
 
     def rollback(self, num_tokens: int) -> bool:
-        """Remove the last tokens; return False where the inner matcher cannot."""
+        """Remove the last tokens; return False if the inner matcher cannot."""
         num_inner = sum(self._is_inner[-num_tokens:])
         del self._states[-num_tokens:], self._is_inner[-num_tokens:]
         return self.inner is None or not num_inner or bool(self.inner.rollback(num_inner))
@@ -124,7 +124,7 @@ class ThinkingMatcher:
         return "" if self.inner is None else str(self.inner.get_error())
 
     def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
-        """Write the bitmask of the allowed tokens; forced ones are not looked at."""
+        """Write the bitmask of the allowed tokens, without regard to forced tokens."""
         if self.inner is not None and (self._has_choice or self.state.phase is ThinkingPhase.AFTER):
             self.inner.unsafe_compute_mask_ptr(pointer, num_bytes)
             if self._has_choice:
@@ -136,7 +136,7 @@ class ThinkingMatcher:
 
 
 def bitmask_without(token_ids: Sequence[int], vocab_size: int) -> bytes:
-    """Return the bitmask of a vocabulary without some tokens."""
+    """Return the bitmask of all tokens of a vocabulary except some."""
     bits = (1 << vocab_size) - 1
     for token_id in token_ids:
         bits &= ~(1 << token_id)

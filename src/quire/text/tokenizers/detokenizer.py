@@ -25,13 +25,13 @@ class IncrementalDetokenizer:
     The bytes of a token depend on that token alone (and on whether it begins the text), so nothing is decoded twice.
     The joined results of `push` and `flush` equal the text of `decode(prompt + output)` after the prompt's complete
     characters, with one exception: with byte fallback, `decode` replaces a whole run of byte tokens if any part of it
-    is not UTF-8; here the complete characters of such a run before the fault were already returned, and stay.
+    is not UTF-8; here the complete characters before that part were already returned, and stay.
 
     Args:
-        tokenizer: the model's.
-        prompt_ids: tokens before the first pushed one; a character that they begin is completed by the output.
-        skip_special_tokens: True where special tokens are left out of the text.
-        kept_special_ids: special tokens that stay in the text even so.
+        tokenizer: the model's tokenizer.
+        prompt_ids: tokens before the first pushed one; their last character may be completed by the output.
+        skip_special_tokens: True to leave special tokens out of the text.
+        kept_special_ids: special tokens that stay in the text in any case.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class IncrementalDetokenizer:
             self._begins_text = False
             tail.append(token_id)
             num_bytes += len(piece.data)
-            # With byte fallback a fault at the start of a run affects its end.
+            # With byte fallback, an invalid byte at the start of a run affects its end, so the whole run is replayed.
             if not piece.is_fallback_byte and num_bytes > MAX_PENDING_BYTES:
                 break
         for token_id in reversed(tail):
@@ -108,7 +108,7 @@ class _Characters(Protocol):
 
 
 class _LossyCharacters:
-    """Characters of one byte stream; a fault becomes one replacement character for each maximal well-formed part."""
+    """Characters of one byte stream; each maximal invalid part becomes one replacement character, as Python decodes."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -126,7 +126,7 @@ class _LossyCharacters:
 
 
 class _RunCharacters:
-    """Characters of runs of byte tokens; a fault turns every later byte of the run into a replacement character."""
+    """Characters of runs of byte tokens; after an invalid byte, each byte of the run is a replacement character."""
 
     def __init__(self) -> None:
         self._pending = b""

@@ -1,6 +1,6 @@
-"""The texts of tokens that end an answer, as released models have them.
+"""Known texts of tokens that end an answer, from released models.
 
-Many published files name only the token that ends a *text*: without the one that ends a turn, a chat never ends.
+Many published files name only the token that ends a *text*: without the token that ends a turn, a chat never ends.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FILL_TEXTS: Final = frozenset(
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     }
 )
-# Texts that have another meaning in a vocabulary with all of these: another message follows in the same turn (Harmony,
-# Solar), or it is a tag of HTML (Gemma).
+# Texts that do not end an answer in a vocabulary with all tokens of one of the sets: another message follows in the
+# same turn (Harmony, Solar), or the text is a tag of HTML (Gemma).
 EXCEPTIONS: Final[Mapping[str, tuple[frozenset[str], ...]]] = {
     "<|end|>": (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|flush|>", "<|calls|>"})),
     "</s>": (frozenset({"<end_of_turn>"}), frozenset({"<turn|>"})),
 }
-# Texts that have another meaning where the token is no control token.
+# Texts that end an answer only if the token is a control token.
 CONTROL_ONLY: Final = frozenset({"</s>", "<eos>", "<PAD>", "[PAD]", "<EOT>", "▁<EOT>", "[EOT]", "[EOS]"})
 
 
@@ -40,9 +40,9 @@ class EndToken(NamedTuple):
     """A token that ends an answer.
 
     Args:
-        token_id: its id.
-        text: its text, "" where no vocabulary is known.
-        is_by_text: True where the model's files do not name it, and it was found by its text.
+        token_id: id of the token.
+        text: text of the token, "" if no vocabulary is known.
+        is_by_text: True if the model's files do not name the token, and it was found by its text.
     """
 
     token_id: int
@@ -55,7 +55,7 @@ def ends_by_text(control: Mapping[int, str], added: Mapping[int, str], texts: Co
 
     Args:
         control: texts of control tokens by id.
-        added: texts of other tokens that were added to the vocabulary: converters mark a part of the control tokens so.
+        added: texts of other added tokens by id; converters mark some control tokens in this way.
         texts: the known texts.
     """
     every = {*control.values(), *added.values()}
@@ -66,7 +66,7 @@ def ends_by_text(control: Mapping[int, str], added: Mapping[int, str], texts: Co
 
 
 def describe(ends: Collection[EndToken]) -> str:
-    """Return a line that names the ends, and says which were found by their texts."""
+    """Return a line that lists the end tokens, and marks those found by their texts."""
     if not ends:
         return "none, so that answers end at max_tokens or a stop string"
     return ", ".join(

@@ -1,7 +1,7 @@
-"""The pre-tokenizers of byte-level BPE that GGUF files name: how a text is divided into words before bytes are merged.
+"""The pre-tokenizers of byte-level BPE that GGUF files name, which divide a text into words before bytes are merged.
 
-A name is a row of `PRE_TOKENIZERS`. Files that were converted before May 2024 have no name; of these, a family is known
-by the size of its vocabulary and a control token.
+Each name is a key of `PRE_TOKENIZERS`. Files that were converted before May 2024 have no name; for such a file, the
+family of the model is recognised by the size of its vocabulary and a control token.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _GPT4O: Final = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}|{_CASED_REST}"
 )
-# DeepSeek's first models divide a text by several patterns in turn. The letters of its LLM are those with a case, but
-# for scripts and symbols that the library which made its list did not know.
+# DeepSeek's first models divide a text by several patterns in turn. The letters of DeepSeek LLM are cased letters,
+# except scripts and symbols that were unknown to the library that generated its list.
 _NEWLINE: Final = r"[\r\n]"
 _EAST_ASIAN: Final = r"[\x{800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
 _CASED_LETTERS: Final = (
@@ -46,15 +46,15 @@ _DEEPSEEK_CODER: Final = (_NEWLINE, r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN)
 
 
 class PreTokenizer(NamedTuple):
-    """A way to divide texts.
+    """A way to divide texts into words.
 
     Args:
-        patterns: patterns in turn; what each matches, and what is between matches, becomes a part of its own. None
-            are GPT-2's.
-        has_digits: True where each digit is a part of its own: before GPT-2's pattern, after others.
-        is_normalized: True where texts are normalised (NFC) first.
-        takes_words: True where a word that is a token is taken without merging its bytes.
-        adds_bos: True where a file that does not say otherwise has the BOS token before a text.
+        patterns: patterns that are applied in turn; each match, and each text between matches, becomes a word.
+            Empty for GPT-2's pattern.
+        has_digits: True if each digit is a word: divided before GPT-2's pattern, after other patterns.
+        is_normalized: True if texts are normalised (NFC) first.
+        takes_words: True if a word that is a token is encoded as this token, without merging its bytes.
+        adds_bos: default for adding the BOS token before a text, if the file has no field for it.
     """
 
     patterns: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ DIGITS: Final = PreTokenizer(has_digits=True)
 LLAMA3: Final = PreTokenizer((_LLAMA3,), takes_words=True, adds_bos=True)
 QWEN2: Final = PreTokenizer((_QWEN2,))
 GPT4O: Final = PreTokenizer((_GPT4O,), takes_words=True)
-# Ways to divide a text, each with its names.
+# Pre-tokenizers with their names.
 ROWS: Final[tuple[tuple[PreTokenizer, tuple[str, ...]], ...]] = (
     (GPT2, ("gpt-2", "phi-2", "mellum", "a.x-4.0", "exaone4", "trillion", "granite-docling")),
     (DIGITS, ("smollm", "command-r", "refact", "starcoder", "codeshell", "exaone", "minerva-7b", "mellum2")),
@@ -95,19 +95,19 @@ ROWS: Final[tuple[tuple[PreTokenizer, tuple[str, ...]], ...]] = (
     (PreTokenizer(_DEEPSEEK_CODER, has_digits=True), ("deepseek-coder",)),
     (PreTokenizer((_SEED_CODER,)), ("seed-coder",)),
 )
-# Name of a pre-tokenizer -> how it divides texts.
+# Name of a pre-tokenizer -> the pre-tokenizer.
 PRE_TOKENIZERS: Final[dict[str, PreTokenizer]] = {name: row for row, names in ROWS for name in names}
-# The name that files have whose converter did not know the pre-tokenizer; it is as good as none.
+# The name in files whose converter did not know the pre-tokenizer; treated like a missing name.
 UNNAMED: Final = "default"
 
 
 class Family(NamedTuple):
-    """A family whose files of before May 2024 name no pre-tokenizer.
+    """A family of models with files from before May 2024, which name no pre-tokenizer.
 
     Args:
         name: name of its pre-tokenizer.
         token: a control token of its vocabulary.
-        sizes: numbers of tokens, from those of its first model to those with additions and padding.
+        sizes: sizes of vocabularies, from the first model's to sizes with additions and padding.
     """
 
     name: str
@@ -128,11 +128,11 @@ FAMILIES: Final = (
 
 
 def family_of(num_tokens: int, control_tokens: Collection[str]) -> str | None:
-    """Return the pre-tokenizer of the family that a vocabulary belongs to; None of an unknown one."""
+    """Return the name of the pre-tokenizer of a vocabulary's family; None for an unknown vocabulary."""
     families = (family for family in FAMILIES if num_tokens in family.sizes and family.token in control_tokens)
     return next((family.name for family in families), None)
 
 
 def near_names(name: str) -> Iterator[str]:
-    """Yield the known names nearest to an unknown one."""
+    """Yield the known names that are most similar to an unknown one."""
     yield from get_close_matches(name, PRE_TOKENIZERS, n=3)

@@ -1,7 +1,7 @@
 """Tokenizers from the metadata of GGUF files.
 
-A file names its tokenizer model and, for byte-level BPE, its pre-tokenizer. Both are rows of tables; a name that is in
-neither is refused, since a guess would be wrong for some texts only.
+A file names its tokenizer model and, for byte-level BPE, its pre-tokenizer. An unknown name
+is refused, since a wrong guess would change only some texts and go unnoticed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from quire.text.vocabulary.components import guarded
 logger = logging.getLogger(__name__)
 
 CHAT_TEMPLATE: Final = "tokenizer.chat_template"
-# Names of special tokens in files -> names of the template's variables.
+# Names of special tokens in files -> names of variables of chat templates.
 VARIABLES: Final = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
-# Names of the tokens that end a sequence: of a text, a turn and a message, a filler, another file or repository.
+# Names of the tokens that end a sequence: the ends of a text, turn and message; and for models that fill in the middle,
+# padding, and the beginning of another repository or file.
 ENDS: Final = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # The special tokens of a sentencepiece tokenizer whose file does not name them.
 SENTENCEPIECE_TOKENS: Final = {"bos": "<s>", "eos": "</s>", "unknown": "<unk>"}
-# Sum of the squared lengths of tokens up to which their halves are searched for: a vocabulary of 262,144 tokens of 16
-# characters has 67 million.
+# Maximum sum of the squared lengths of tokens whose merges are derived: a vocabulary of 262,144 tokens of 16 characters
+# has 67 million.
 MAX_SQUARED_CHARS: Final = 1 << 30
 
 
 def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any], pre: str | None = None) -> TokenizerFiles:
-    """Build the tokenizer that the metadata of a file describes.
+    """Build the tokenizer of a GGUF file's metadata.
 
     Args:
         path: path of the file, for messages.
@@ -49,8 +50,8 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any], pre: str | None =
 
     Raises:
         CheckpointError: a field is missing or wrong; the message names its key.
-        UnsupportedModel: a kind of tokenizer that is not read.
-        ConfigError: `pre` is unknown, or the file has no pre-tokenizer.
+        UnsupportedModel: the kind of tokenizer, or its pre-tokenizer, is not supported.
+        ConfigError: `pre` is unknown, or this kind of tokenizer has no pre-tokenizer.
     """
     vocabulary = GGUFVocabulary(path, fields)
     kind = fields.get(f"{PREFIX}model")
@@ -83,19 +84,19 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any], pre: str | None =
 
 
 def end_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end a sequence: those that the metadata of a file names, then those with known texts."""
+    """Return the tokens that end a sequence: first the tokens that the metadata names, then tokens with known texts."""
     return tuple(dict.fromkeys((*named_ends(fields), *sorted(end_texts(fields)))))
 
 
 def named_ends(fields: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the tokens that the metadata of a file names as ends."""
+    """Yield the ids that the metadata of a file names as end tokens."""
     ids = (fields.get(f"{PREFIX}{name}_token_id") for name in ENDS)
     tokens = tokens_of(fields)
     return (each for each in ids if type(each) is int and each >= 0 and (each < len(tokens) or not tokens))
 
 
 def end_texts(fields: Mapping[str, Any]) -> dict[int, str]:
-    """Return the texts of tokens that are known ends, by id."""
+    """Return the texts of tokens with the text of a known end, by id."""
     tokens, types = tokens_of(fields), fields.get(f"{PREFIX}token_type")
     if not isinstance(types, list):  # a file without types has no other sign of control tokens than their texts
         types = [CONTROL] * len(tokens)
@@ -108,7 +109,7 @@ def end_texts(fields: Mapping[str, Any]) -> dict[int, str]:
 
 
 def tokens_of(fields: Mapping[str, Any]) -> list[Any]:
-    """Return the tokens of a file, unchecked; none where it has no list of them."""
+    """Return the tokens of a file, unchecked; empty if it has no list of tokens."""
     tokens = fields.get(f"{PREFIX}tokens")
     return tokens if isinstance(tokens, list) else []
 
@@ -116,7 +117,7 @@ def tokens_of(fields: Mapping[str, Any]) -> list[Any]:
 def _template(
     vocabulary: GGUFVocabulary, fields: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the chat template of a file; None without one."""
+    """Return the chat template of a file, or None."""
     source = fields.get(CHAT_TEMPLATE)
     if source is None:
         return None
@@ -139,7 +140,7 @@ def _template(
 def _name_of_pre_tokenizer(
     path: Path, vocabulary: GGUFVocabulary, fields: Mapping[str, Any], wanted: str | None
 ) -> str:
-    """Return the name of the pre-tokenizer: the wanted one, the file's, or the one of the family of its vocabulary."""
+    """Return the name of the pre-tokenizer: `wanted`, else the file's, else the name of its vocabulary's family."""
     key = f"{PREFIX}pre"
     stated = fields.get(key, UNNAMED)
     if not isinstance(stated, str):
@@ -167,7 +168,7 @@ def _name_of_pre_tokenizer(
 
 
 def _byte_level(vocabulary: GGUFVocabulary, name: str) -> tokenizers.Tokenizer:
-    """Build a tokenizer that merges the bytes of the parts of a text."""
+    """Build a byte-level BPE tokenizer, which merges bytes within words."""
     row = PRE_TOKENIZERS[name]
     merges = _merges(vocabulary)
     library = tokenizers.Tokenizer(
@@ -181,7 +182,7 @@ def _byte_level(vocabulary: GGUFVocabulary, name: str) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(vocabulary: GGUFVocabulary, unknown: str | None, *, adds_space: bool) -> tokenizers.Tokenizer:
-    """Build a tokenizer that merges the characters of a text with ▁ in place of spaces."""
+    """Build a SentencePiece BPE tokenizer, which merges the characters of a text, with ▁ in place of spaces."""
     by_score = adds_space and not vocabulary.has("merges")
     library = tokenizers.Tokenizer(
         guarded(
@@ -207,7 +208,7 @@ def _merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     """Return the merges of a file."""
     ids, merges = vocabulary.ids, []
     for merge in vocabulary.texts("merges"):
-        # No token of these alphabets has a space in it, so the first one separates the two.
+        # No token of these alphabets contains a space, so the first space separates the two tokens.
         left, space, right = merge.partition(" ")
         if not space or left not in ids or right not in ids or left + right not in ids:
             raise vocabulary.wrong(f"{PREFIX}merges", merge, "two tokens with a space between them, whose join is one")
@@ -235,8 +236,8 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
         if not is_tied:
             begin, before = len(pairs), score
         for middle in range(1, lengths[token_id]):
-            # Beginnings of tokens are tokens more often than ends are, so these are looked up first. Tuples of the new
-            # texts take less time than those of tokens, which lie far from one another in memory.
+            # The end of a token is a token less often than its beginning, so it is looked up first. Tuples of the new
+            # strings take less time than tuples of the vocabulary's strings, which are scattered in memory.
             right = token[middle:]
             if right in ids:
                 left = token[:middle]
@@ -244,8 +245,8 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
                     append((left, right))
         if is_tied:
             tied[begin] = len(pairs)
-    # Merges of equal scores are in the order of their parts. Those of one token are in any: whatever precedes the merge
-    # of a text's last two parts is the same wherever the text is whole, so one pair of the token is ever merged.
+    # Merges of equal scores are in the order of the ids of their parts. Merges of one token may be in any order: the
+    # merges before the last one are the same in every text with this token, so only one pair is ever merged to it.
     for begin, end in tied.items():
         pairs[begin:end] = sorted(pairs[begin:end], key=lambda pair: (ids[pair[0]], ids[pair[1]]))
     return pairs
@@ -260,7 +261,7 @@ def _frame_texts(
     adds_bos: bool,
     needs_bos: bool,
 ) -> None:
-    """Have the tokens put around a text that the file wants there."""
+    """Add BOS and EOS around texts, if the file says so."""
     wanted = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
     for name, token in (("bos", bos), ("eos", eos)):
         if wanted[name] and token is None and vocabulary.has(f"add_{name}_token"):

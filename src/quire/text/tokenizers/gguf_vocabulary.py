@@ -1,7 +1,7 @@
-"""The vocabulary of a GGUF file: its tokens, checked, with what a tokenizer needs; the rest may be wrong.
+"""The vocabulary of a GGUF file: fields that a tokenizer needs are checked, other faults are only logged.
 
-Published files have padding ids outside the vocabulary, empty tokens and tokens of the same text. Nothing of that is
-needed to read a text or to write one, so it is logged, and the file is served.
+Published files have padding ids outside the vocabulary, empty tokens and tokens of the same text. Such faults affect
+neither encoding nor decoding of texts, so they are logged, and the file is served.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.errors import CheckpointError, shown
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "tokenizer.ggml."
-# Types of tokens; any other number is that of a normal one.
+# Types of tokens; a token with any other number is a normal token.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # The control tokens of Phi-3 that do not absorb the spaces that follow.
 UNSTRIPPED: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
@@ -41,7 +41,7 @@ class GGUFVocabulary:
             self._leave_out_doubles()
 
     def _leave_out_doubles(self) -> None:
-        """Leave empty tokens out of `ids`, and later tokens of one text."""
+        """Leave empty tokens, and all but the first token of each text, out of `ids`."""
         self.ids = {}
         num_empty = 0
         for token_id, token in enumerate(self.tokens):
@@ -59,7 +59,7 @@ class GGUFVocabulary:
     def _read_types(self) -> list[int]:
         count, name = len(self.tokens), f"{PREFIX}token_type"
         types = self._fields.get(name, [NORMAL] * count)
-        # More types than tokens: llama.cpp too takes the first ones.
+        # If there are more types than tokens, the first ones are used, as in llama.cpp.
         if not isinstance(types, list) or len(types) < count or {*map(type, types)} - {int}:
             raise self.wrong(name, types, f"{count} integers")
         return types[:count]
@@ -88,11 +88,11 @@ class GGUFVocabulary:
         return value
 
     def has(self, name: str) -> bool:
-        """Return whether there is a field."""
+        """Return whether a field exists."""
         return f"{PREFIX}{name}" in self._fields
 
     def token(self, name: str, default: str | None = None) -> str | None:
-        """Return the token whose id a field has."""
+        """Return the token whose id is in a field; else the default, if it is a control or unknown token."""
         key, count = f"{PREFIX}{name}_token_id", len(self.tokens)
         token_id = self._fields.get(key)
         if token_id is not None:
@@ -115,13 +115,13 @@ class GGUFVocabulary:
         library.add_tokens(plain)
 
     def of_type(self, kind: int) -> list[str]:
-        """Return the texts of all tokens of a type that are encoded."""
+        """Return the texts of all tokens of a type, without duplicates and empty texts."""
         return [token for token, token_id in self.ids.items() if self.types[token_id] == kind]
 
     def wrong(self, key: str, value: object, allowed: str) -> CheckpointError:
-        """Return the error for a field of another value than is allowed."""
+        """Return the error for a field with a value that is not allowed."""
         return CheckpointError(f"{self._path}: {key} must be {allowed}, got {shown(value)}", field=key)
 
     def warn(self, message: str) -> None:
-        """Log what is wrong with the file and not needed."""
+        """Log a fault of the file that does not affect the tokenizer."""
         logger.warning("%s: %s", self._path, message)

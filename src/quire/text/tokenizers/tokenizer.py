@@ -25,9 +25,19 @@ from quire.text.vocabulary.control_tokens import AddedTokens
 from quire.text.vocabulary.long_texts import CannotCut, LongTexts, TooManyTokens, prompt_errors
 from quire.text.vocabulary.token_pieces import Pieces, TokenPiece, fallback_byte
 
-# With these decoders a token adds the same bytes after any other token, which incremental detokenization needs.
+# Decoders with which a token adds the same bytes after any other token, as incremental detokenization requires.
 KNOWN_DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Replace", "Fuse", "Strip"})
 MAX_TOKEN_ID = 2**32 - 1
+
+
+class TokenizerParts(NamedTuple):
+    """Arguments of `Tokenizer` as plain data; `library` is the text of a `tokenizer.json`."""
+
+    library: str
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: TemplateParts | None
+    doubles: tuple[tuple[int, int], ...] = ()
 
 
 class Tokenizer:
@@ -35,12 +45,12 @@ class Tokenizer:
 
     Args:
         library: tokenizer of the `tokenizers` library; its truncation and padding are switched off.
-        bos_token: token that begins a text, None where the model has none.
-        eos_token: token that ends a text, None where the model has none.
-        chat_template: the model's chat template, None where it has none.
-        doubles: the token of the same text, by the id of each token that is decoded but never encoded; the library
-            does not know these.
-        json_source: where another process reads the tokenizer; None where it cannot.
+        bos_token: token that begins a text, or None.
+        eos_token: token that ends a text, or None.
+        chat_template: the model's chat template, or None.
+        doubles: ids of duplicate tokens, which are decoded but never encoded, mapped to the id of the same text; the
+            library does not know the duplicates.
+        json_source: file from which another process can read the tokenizer, or None.
 
     Attributes:
         pieces: the token of each id as a part of a text.
@@ -83,21 +93,21 @@ class Tokenizer:
         self.has_byte_fallback = "ByteFallback" in kinds
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True) + len(doubles)
         added = library.get_added_tokens_decoder()
-        # Tokens that are matched in a text before the model divides it.
+        # Tokens that are matched in a text before it is pre-tokenized.
         self.added_ids: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         special = {token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(special | {token_id for token_id, first in doubles.items() if first in special})
         self.bos_token_id = None if bos_token is None else library.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else library.token_to_id(eos_token)
         self.chat_template = chat_template
-        # Its processes render the callers' templates where the model has none.
+        # Its processes also render templates of callers, so it exists even if the model has no template.
         self._base_template = chat_template or ChatTemplate("", bos_token=bos_token or "", eos_token=eos_token or "")
 
     def make_chat_template(self, source: object) -> ChatTemplate:
         """Return a chat template with the model's special tokens, from a Jinja source of the caller.
 
         Raises:
-            InvalidParameter: the source is no text.
+            InvalidParameter: the source is not a string.
             RequestError: it cannot be compiled.
         """
         if not isinstance(source, str):
@@ -118,10 +128,10 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: TokenizerFiles) -> Tokenizer:
-        """Build a tokenizer of the parts that a checkpoint has.
+        """Build a tokenizer from the parts of a checkpoint.
 
         Raises:
-            CheckpointError: the parts make no tokenizer that can be served.
+            CheckpointError: the tokenizer is broken or not supported.
         """
         try:
             return guarded(
@@ -138,8 +148,26 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{files.path} is not a tokenizer: {error}") from error
 
+    @classmethod
+    def from_parts(cls, parts: TokenizerParts) -> Tokenizer:
+        """Return a tokenizer with the parts of another one."""
+        template = None if parts.chat_template is None else ChatTemplate.from_parts(parts.chat_template)
+        return cls(
+            tokenizers.Tokenizer.from_str(parts.library),
+            bos_token=parts.bos_token,
+            eos_token=parts.eos_token,
+            chat_template=template,
+            doubles=dict(parts.doubles),
+        )
+
+    @property
+    def parts(self) -> TokenizerParts:
+        """Parts from which another process makes the same tokenizer."""
+        template = None if self.chat_template is None else self.chat_template.parts
+        return TokenizerParts(self.to_json(), self._bos_token, self._eos_token, template, tuple(self._doubles.items()))
+
     def differs_at(self, other: Tokenizer) -> int | None:
-        """Return the first token id that differs between two tokenizers, or exists in one only; None without one."""
+        """Return the lowest token id that differs between two tokenizers, or exists in one only; None if none does."""
         mine, theirs = (each._library.get_vocab(with_added_tokens=True) for each in (self, other))
         return min((token_id for _, token_id in mine.items() ^ theirs.items()), default=None)
 
@@ -149,10 +177,10 @@ class Tokenizer:
         """Convert text to token ids in bounded memory; other threads run meanwhile.
 
         Args:
-            text: text without lone surrogates; special tokens in it become their ids, but not those that clients wrote
+            text: text without lone surrogates; special tokens in it become their ids, except ones that clients wrote
                 into a rendered conversation.
-            add_special_tokens: True where the model's special tokens are added around the text (a rendered chat has
-                them already).
+            add_special_tokens: True to add the model's special tokens around the text (a rendered chat has them
+                already).
             max_tokens: limit at which tokenization ends early; None for no limit.
 
         Raises:
@@ -175,7 +203,7 @@ class Tokenizer:
             return self._long_texts.encode(text, max_tokens, before, after, encode_part)
 
     def encode_first(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Convert text to at most `num_tokens` token ids: those of its beginning, between all special tokens.
+        """Convert the beginning of a text to at most `num_tokens` token ids, including all special tokens around it.
 
         Raises:
             InvalidParameter: see `encode`; or the special tokens leave no room for the text.
@@ -192,14 +220,14 @@ class Tokenizer:
         return token_ids[: min(end, num_tokens - len(after))] + token_ids[end:]
 
     def encode_pair(self, first: str, second: str, *, num_tokens: int | None = None) -> tuple[list[int], int | None]:
-        """Convert two texts to the token ids of one, with the model's special tokens around and between them.
+        """Convert a pair of texts to token ids, with the model's special tokens around and between them.
 
         Args:
-            first, second: texts, each of at most the characters that are tokenized at once.
-            num_tokens: limit to which the longer text is cut, then both alike; None for no limit.
+            first, second: texts, each short enough to be tokenized at once.
+            num_tokens: limit of the result: the longer text is cut first, then both equally; None for no limit.
 
         Returns:
-            The token ids, and the position of the first one of token type 1; None where all types are 0.
+            The token ids, and the position of the first one of token type 1; None if all types are 0.
 
         Raises:
             InvalidParameter: see `encode`; or the special tokens leave no room for the texts.
@@ -224,7 +252,7 @@ class Tokenizer:
         return encoding.ids, types.index(1) if 1 in types else None
 
     def prepare_long_texts(self) -> None:
-        """Prepare the tokenization of long texts, which blocks other threads, ahead of the first one."""
+        """Prepare the tokenization of long texts ahead of the first one; blocks other threads."""
         with suppress(Exception):  # a failure of the library is reported with the first long text
             guarded(self._long_texts.prepare)
 
@@ -252,7 +280,7 @@ class Tokenizer:
         return str(self._library.to_str())
 
     def json_call(self) -> RemoteCall:
-        """Return a call for another process, for what `to_json` returns; it reads the model's files where it can."""
+        """Return a call with the result of `to_json`, for another process; it reads the model's files if unchanged."""
         source = self._json_source
         if source is not None and source.is_unchanged:
             return source.call
@@ -267,7 +295,7 @@ class Tokenizer:
         return self.pieces[token_id].data
 
     def head_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token at the beginning of a text, where many decoders strip a space."""
+        """Return the bytes of a token at the beginning of a text: many decoders strip a space there."""
         piece = self.token_bytes(token_id)
         if self._alphabet is not None or not _is_text(piece):
             return piece
@@ -290,8 +318,8 @@ class Tokenizer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text."""
-        # A model may know few letters, or whole words only.
+        """The special tokens that are added before and after a text."""
+        # A letter shows them; some models have few letters as tokens, or only whole words.
         token_ids = range(0, self.vocab_size, 1 + self.vocab_size // 150)
         for text in chain(string.ascii_letters, filter(None, map(self._library.model.id_to_token, token_ids))):
             try:
@@ -319,7 +347,7 @@ class Tokenizer:
                 return bytes([self._alphabet[char] for char in token])
             except KeyError:  # an added token, whose text is literal
                 return bytes(token.encode())
-        # A token adds the same bytes after itself as after any other token.
+        # A token adds the same bytes after itself as after any other token: the difference of two and one.
         try:
             once = self.decode([token_id], skip_special_tokens=False)
             twice = self.decode([token_id, token_id], skip_special_tokens=False)
@@ -329,7 +357,7 @@ class Tokenizer:
 
 
 def _longest_first(first: int, second: int, limit: int) -> tuple[int, int]:
-    """Return the lengths of two texts of at most `limit` tokens: the longer is cut to the shorter, then both alike."""
+    """Return lengths with a sum of at most `limit`: the longer text is cut to the shorter, then both equally."""
     if first + second <= limit:
         return first, second
     shorter = min(first, second, limit // 2)

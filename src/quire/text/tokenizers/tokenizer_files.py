@@ -23,16 +23,16 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class TokenizerFiles(NamedTuple):
-    """The parts of a tokenizer, as the files of a folder give them.
+    """The parts of a tokenizer that were read from a checkpoint's files.
 
     Args:
         path: path of `tokenizer.json`, or of a GGUF file.
         library: tokenizer of the `tokenizers` library.
-        bos_token: token that begins a text, None where the model has none.
-        eos_token: token that ends a text, None where the model has none.
-        chat_template: the model's chat template, None where it has none.
-        doubles: the token of the same text, by the id of each token that is decoded but never encoded.
-        json_source: where another process reads the tokenizer; None where it cannot.
+        bos_token: token that begins a text, or None.
+        eos_token: token that ends a text, or None.
+        chat_template: the model's chat template, or None.
+        doubles: ids of duplicate tokens, which are decoded but never encoded, mapped to the id of the same text.
+        json_source: file from which another process can read the tokenizer, or None.
     """
 
     path: Path
@@ -118,7 +118,7 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
 
 
 def _tool_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the separate template for conversations with tools, None where the model has none."""
+    """Return the separate template for conversations with tools, or None."""
     if (folder / "chat_template.jinja").is_file():
         return read_template(folder / "additional_chat_templates" / "tool_use.jinja")
     named = config.get("chat_template")
@@ -127,7 +127,7 @@ def _tool_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
 
 
 def read_template(file: Path) -> str | None:
-    """Return the chat template in a file; None where there is no such file.
+    """Return the chat template in a file; None if there is no such file.
 
     Raises:
         CheckpointError: the file cannot be read, is too long, or is not UTF-8 text.

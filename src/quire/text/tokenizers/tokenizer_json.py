@@ -1,7 +1,7 @@
-"""A model's tokenizer as the text of a `tokenizer.json`, for processes that read it themselves.
+"""A model's tokenizer as the text of a `tokenizer.json`, for other processes.
 
-The library holds the interpreter lock while it writes one: 0.2 s for a vocabulary of 262,144 tokens. So other processes
-read the model's files again, unless they have changed.
+The library holds the interpreter lock while it writes this text: 0.2 s for a vocabulary of 262,144 tokens. So other
+processes read the model's files again, unless the files have changed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from quire.platform.bounded.files import read_file
 from quire.platform.bounded.process import RemoteCall
 from quire.text.vocabulary.components import guarded
 
-# Settings that serving switches off; a file that has one is read and written by the library.
+# Patterns of settings that are off; a file in which one is on is converted by the library, which switches it off.
 _SWITCHES: Final = (rb'"truncation"\s*:\s*null\b', rb'"padding"\s*:\s*null\b')
 
 
 class FileVersion(NamedTuple):
-    """The version of a file: what changes when it is written or replaced.
+    """The version of a file, which changes when the file is written or replaced.
 
     Args:
-        path: the file.
-        num_bytes, mtime_ns, inode: its size, the time of its last change, and its number.
+        path: absolute path.
+        num_bytes, mtime_ns, inode: size, time of the last change, and inode number of the file.
     """
 
     path: str
@@ -35,7 +35,7 @@ class FileVersion(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileVersion | None:
-        """Return the present version of a file; None where there is none."""
+        """Return the present version of a file; None if it does not exist."""
         try:
             found = path.stat()
         except OSError:
@@ -44,11 +44,11 @@ class FileVersion(NamedTuple):
 
 
 class JsonSource(NamedTuple):
-    """Where a tokenizer's JSON comes from.
+    """The file from which a tokenizer's JSON can be read again.
 
     Args:
         version: version of the file that was read.
-        call: call that reads it again.
+        call: call that reads the file again.
     """
 
     version: FileVersion
@@ -56,13 +56,13 @@ class JsonSource(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, function: str, *arguments: Any) -> JsonSource | None:
-        """Return the source in a file that is about to be read; None where there is no file."""
+        """Return the source for a file that is about to be read; None if it does not exist."""
         version = FileVersion.of(path)
         return None if version is None else cls(version, RemoteCall(f"{__name__}:{function}", arguments))
 
     @property
     def is_unchanged(self) -> bool:
-        """True while the file is as it was."""
+        """True while the file has the same version."""
         return FileVersion.of(Path(self.version.path)) == self.version
 
 
@@ -75,7 +75,7 @@ def of_file(path: str, max_bytes: int) -> str:
 
 
 def of_gguf(path: str, pre: str | None) -> str:
-    """Return the JSON of a GGUF file's tokenizer; the arguments are those of `read_gguf_tokenizer`."""
+    """Return the JSON of a GGUF file's tokenizer; `pre` is as in `read_gguf_tokenizer`."""
     # That module imports this one.
     from quire.models.gguf.header import read_header
     from quire.text.tokenizers.gguf_tokenizer import read_gguf_tokenizer
@@ -84,12 +84,12 @@ def of_gguf(path: str, pre: str | None) -> str:
 
 
 def as_json(library: Any) -> str:
-    """Return the JSON of a tokenizer of the library, whose truncation and padding are switched off."""
+    """Return the JSON of a tokenizer of the library, and switch off its truncation and padding."""
     library.no_truncation()
     library.no_padding()
     return str(library.to_str())
 
 
 def same(text: str) -> str:
-    """Return a JSON that is known."""
+    """Return the argument, for a call that carries the JSON itself."""
     return text

@@ -1,4 +1,4 @@
-"""The schema of a function's arguments in normal form; keywords that cannot be enforced are left out, or refused."""
+"""The schema of a function's arguments in normal form; keywords that cannot be enforced are dropped, or refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def argument_schema(function: Function, abilities: Abilities | None = None) -> N
 
 
 def read_schema(function: Function, abilities: Abilities) -> NormalSchema:
-    """Return the schema of arguments that no grammar may have enforced: without what cannot be, and any for none."""
+    """Return the supported parts of a schema, for parsing arguments; any arguments if the schema is not valid."""
     try:
         return argument_schema(replace(function, is_strict=False), abilities)
     except InvalidParameter:
@@ -44,18 +44,18 @@ def read_schema(function: Function, abilities: Abilities) -> NormalSchema:
 
 
 def forms_of(schema: NormalSchema, state: int) -> tuple[Form, ...]:
-    """Return the forms of a state, one for each type where it allows any value."""
+    """Return the forms of a state; if it allows any value, one form for each type."""
     forms = schema.forms(state)
     return EVERY if any(isinstance(form, Anything) for form in forms) else forms
 
 
 def objects_of(schema: NormalSchema) -> list[Object]:
-    """Return the forms of the arguments."""
+    """Return the forms of the object of arguments."""
     return [form for form in forms_of(schema, schema.root) if isinstance(form, Object)]
 
 
 def types_of(schema: NormalSchema, name: str | None) -> frozenset[str]:
-    """Return the names of the types that an argument may have; None for all that are not declared."""
+    """Return the names of the types that an argument may have; `name` None stands for all that are not declared."""
     kinds: set[str] = set()
     forms = objects_of(schema)
     for form in forms:
@@ -79,8 +79,8 @@ def _type_of(form: Form) -> str:
 
 @lru_cache(NUM_CACHED)
 def _normal_form(text: str, name: str, is_strict: bool, abilities: Abilities) -> NormalSchema:
-    """Return the normal form of a schema, and warn of keywords that are left out."""
-    # The type makes the arguments an object where the schema has no type.
+    """Return the normal form of a schema, and log dropped keywords."""
+    # Arguments are an object, even if the schema has no type.
     schema = {"type": "object", **json.loads(text)}
     try:
         found = normalise(schema, is_closed=True, is_strict=is_strict, abilities=abilities)

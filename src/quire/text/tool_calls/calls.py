@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 NAME = "[a-zA-Z0-9_-]{1,64}"
 NAME_PATTERN = re.compile(NAME)
-# A format has one of the two keys; a call with the other one is accepted too.
+# Each format has one of the two keys, but a call with the other one is accepted too.
 ARGUMENT_KEYS = ("arguments", "parameters")
 JSON_SPACE = " \t\n\r"
 
@@ -22,7 +22,7 @@ class Function:
     Args:
         name: name, which matches `NAME`.
         parameters: JSON schema of the arguments, which are an object.
-        is_strict: True where a schema with parts that cannot be enforced is refused, not enforced without them.
+        is_strict: True to refuse a schema with parts that cannot be enforced; False to enforce it without these parts.
         field: name of the schema's field in error messages.
     """
 
@@ -39,8 +39,8 @@ class CallDelta:
     Args:
         index: index of the call in the output, from 0.
         name: name of the function in the call's first piece; else None.
-        arguments: next part of the arguments, which are JSON as the model wrote it.
-        is_last: True where the call is complete.
+        arguments: next part of the arguments, as JSON.
+        is_last: True if the call is complete.
     """
 
     index: int
@@ -83,7 +83,7 @@ def read_call(text: str, names: Container[str]) -> tuple[str, str] | None:
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """Return a JSON object, None where the text is anything else."""
+    """Parse a JSON object; return None if the text is anything else."""
     try:
         value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""DeepSeek's formats: marks around all calls and around each, a name, and arguments as JSON."""
+"""DeepSeek's formats: marks around the list of calls and around each call, a name, and arguments as JSON."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DeepSeek:
         return end if closed is None else closed
 
     def grammar(self, rules: CallRules) -> str:
-        """Return the grammar: free text and calls after it, or calls only."""
+        """Return the grammar: free text, optionally followed by calls; or calls only."""
         open_all, close_all, open_one, close_one, separator = (
             grammar.marker(mark, rules.tokens) for mark in (OPEN, CLOSE, CALL, END_CALL, SEPARATOR)
         )

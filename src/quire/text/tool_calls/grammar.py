@@ -16,11 +16,10 @@ from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls.argument_schema import argument_schema
 from quire.text.tool_calls.calls import Function
 
-# The layout of `json.dumps`, which models see in their prompts; free white space would let a weak model write without
-# end.
+# The layout of `json.dumps`, which models see in their prompts. Free white space would let a weak model write white
+# space forever.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# A slash, which ends an expression, or a line's end, which a rule does not go beyond; and other characters with their
-# backslash, which are left alone.
+# A slash or a line's end, which must be escaped in an expression of a rule; other escaped characters match, and stay.
 UNQUOTED = re.compile(r"\\?[/\n\r]|\\.", re.DOTALL)
 
 
@@ -30,8 +29,8 @@ class CallRules:
 
     Args:
         functions: functions that may be called, at least one.
-        is_required: True where the output consists of calls only; otherwise text may precede them, or replace them.
-        is_parallel: True where more than one call is allowed.
+        is_required: True if the output consists of calls only; False if text may precede or replace them.
+        is_parallel: True if more than one call is allowed.
         tokens: token ids of the markers that are single tokens.
         text_tokens: ids of other tokens that free text may contain although a grammar does not count them as text; see
             `text_tokens`.
@@ -50,7 +49,7 @@ def whole(lines: Iterable[str]) -> str:
 
 
 def calls_or_answer(calls: str, answer: StructuredOutputs, head: str = "") -> str:
-    """Return the grammar of outputs that are either calls, or an answer with a structure of its own."""
+    """Return the grammar of outputs that are either calls or a structured answer."""
     kind, text, _, is_closed = answer.source
     if kind == "json":
         try:
@@ -70,23 +69,23 @@ literal = lark_literal
 
 
 def json_rule(schema: PlainSchema) -> str:
-    """Return the expression of JSON that meets a schema."""
+    """Return the rule expression of JSON that meets a schema."""
     return f"%json {json.dumps({**schema.schema, 'x-guidance': LAYOUT | schema.layout}, ensure_ascii=False)}"
 
 
 def _in_rule(found: re.Match[str]) -> str:
-    """Return a part of a regular expression as a rule may have it."""
+    """Return a part of a regular expression, escaped for a rule."""
     return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(found[0][-1], found[0])
 
 
 def marker(text: str, tokens: Mapping[str, int]) -> str:
-    """Return the terminal of a marker: its token where it has one, since other tokens must not spell it then."""
+    """Return the terminal of a marker: its token, which other tokens may not spell; its text if it has no token."""
     return f"<[{tokens[text]}]>" if text in tokens else literal(text)
 
 
 def object_calls(rules: CallRules, key: str) -> list[str]:
     """Return the rules of `object`: a JSON object with a name and, under a key, arguments that match the schema."""
-    # Lexemes are those of JSON: the lexer takes the longest one, which would exclude other objects beside the calls.
+    # Lexemes are tokens of JSON. The lexer takes the longest one, so longer lexemes would exclude other JSON objects.
     parts = [["{", '"name"', ": ", f'"{function.name}"', ", ", f'"{key}"', ": "] for function in rules.functions]
     heads = (" ".join(map(literal, each)) for each in parts)
     options = (f'{head} args_{idx} "}}"' for idx, head in enumerate(heads))
@@ -103,7 +102,7 @@ def arguments(rules: CallRules) -> list[str]:
 
 
 def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str]:
-    """Return the rules of `free`, text without the marker, and of `opened`, text that ends with it.
+    """Return the rules `free`, text without the marker, and `opened`, text that ends with the marker.
 
     The marker, as literal text or as its token, always ends the text. The parser sees text without some of the tokens
     in it, so none of these tokens may follow a part of the marker.
@@ -122,7 +121,7 @@ def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str
 
 
 def lines_of_calls(rules: CallRules, mark: str, separator: str = "\n") -> list[str]:
-    """Return the rules of outputs with calls, each the marker and then the rule `body`."""
+    """Return the rules of outputs with calls; each call is the marker and the rule `body`."""
     if not rules.is_required:
         start = "start: (opened body)* free" if rules.is_parallel else "start: free | opened body"
         return [start, *free_text(rules, mark)]

@@ -15,10 +15,10 @@ MAX_HEADER_CHARS = 256
 
 
 class HarmonyCalls:
-    """A call is a message of its own. The parser of reasoning reads all other messages, and passes calls on.
+    """Each call is a message. The parser of reasoning reads all other messages, and passes calls on.
 
-    The grammar has the whole output, messages of reasoning included: a call comes before the channel `final`, with
-    which thinking ends elsewhere.
+    The grammar covers the whole output, including messages of reasoning, because a call comes before the channel
+    `final`, which ends thinking in outputs without calls.
 
     Source: OpenAI's harmony response format.
     """
@@ -42,7 +42,7 @@ class HarmonyCalls:
         return CHANNEL in source and SHOWN in source
 
     def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
-        """Read one call and its closing mark, which ends the output where it is a stop token."""
+        """Read one call and its closing mark, which may be missing if it is a stop token."""
         end = yield from incoming.name(pos)
         if end is not None and end < len(incoming.text):
             reader.note_name(incoming.text[pos:end])

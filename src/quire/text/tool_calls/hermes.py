@@ -50,7 +50,7 @@ class Hermes:
         return closed
 
     def grammar(self, rules: CallRules) -> str:
-        """Return the grammar: free text with calls in it, or calls on separate lines only."""
+        """Return the grammar: free text with calls in it; or calls only, on separate lines."""
         lines = grammar.object_calls(rules, "arguments")
         close = grammar.marker(CLOSE, rules.tokens)
         lines += [f'body: "\\n" object "\\n" {close}']

@@ -1,4 +1,4 @@
-"""Parsing of text while it arrives: a reading is a generator that yields None where it needs more text."""
+"""Parsing of text while it arrives: a reading is a generator that yields None when it needs more text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 from quire.text.tool_calls.calls import JSON_SPACE, CallDelta, Piece
 
-# Yields pieces, and None where it needs more text; returns the position after the text that it read.
+# Yields pieces, and None when it needs more text; returns the position after the text that it read.
 Reading = Generator[Piece | None, None, int | None]
 
 PLAIN_NAME = re.compile("[a-zA-Z0-9_-]*")
@@ -22,7 +22,7 @@ class Incoming:
     """The received text that was not consumed yet.
 
     Positions count from its beginning; `consume` moves them. Every reading returns the position after the text that it
-    read, or None where the text does not match, or ended before.
+    read, or None if the text does not match, or ended before.
     """
 
     __slots__ = ("is_ended", "text")
@@ -32,7 +32,7 @@ class Incoming:
         self.is_ended = False
 
     def consume(self, num_chars: int) -> str:
-        """Remove the beginning and return it."""
+        """Remove the first characters and return them."""
         head, self.text = self.text[:num_chars], self.text[num_chars:]
         return head
 
@@ -90,7 +90,7 @@ class Incoming:
             yield None
 
     def json_object(self, pos: int, index: int | None = None) -> Reading:
-        """Read a JSON object by its brackets and strings, without full validation."""
+        """Read a JSON object by its brackets and strings, without full validation; with `index`, yield it in pieces."""
         if (yield from self.literal(pos, "{")) != pos + 1:
             return None
         scan = BracketScan(is_strict=index is None)
@@ -121,7 +121,7 @@ class BracketScan:
         self._in_string = self._is_escaped = False
 
     def advance(self, text: str, pos: int) -> int | None:
-        """Scan the text from a position on; return the end of the value, None where it is incomplete or broken."""
+        """Scan the text from a position on; return the end of the value, or None if it is incomplete or broken."""
         while pos < len(text):
             if self._is_escaped:
                 self._is_escaped = False

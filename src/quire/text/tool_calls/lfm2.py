@@ -1,4 +1,4 @@
-"""LFM2's format: a list of calls as Python writes them, between `<|tool_call_start|>` and `<|tool_call_end|>`."""
+"""LFM2's format: a list of calls in Python's syntax, between `<|tool_call_start|>` and `<|tool_call_end|>`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.text.tool_calls.value_grammar import ValueRules, ValueSyntax
 from quire.text.tool_calls.value_reading import CallWriter, ValueReader
 
 SYNTAX = ValueSyntax(words=WORDS, comma=", ", colon=": ")
-# An argument of a call has a plain key.
+# Arguments of a call have keys without quotes.
 ARGUMENTS = replace(SYNTAX, colon="=", bare_key="[a-zA-Z0-9_.-]{1,64}")
 VALUES = ValueReader(bare_key="[a-zA-Z0-9_.-]*")
 
@@ -91,5 +91,5 @@ class Lfm2:
         more = ' (", " object)*' if rules.is_parallel else ""
         lines.append(f"object: {' | '.join(options)}")
         lines.append(f'body: "[" object{more} "]" {grammar.marker(CLOSE, rules.tokens)}')
-        # One list has all calls.
+        # One list contains all calls.
         return grammar.whole([*grammar.lines_of_calls(replace(rules, is_parallel=False), OPEN), *lines])

@@ -15,7 +15,7 @@ SPACE = r"[ \t\n\r]*"
 
 
 class Llama3:
-    """Calls are the whole output, or all of it after the mark.
+    """Calls are the whole output, or the rest of it after the mark.
 
     Source: Llama 3.1, 3.2 and 3.3.
     """
@@ -45,7 +45,7 @@ class Llama3:
     def grammar(self, rules: CallRules) -> str:
         """Return the grammar: text that does not begin like a call, or calls only.
 
-        Free text contains no further tokens: Llama's others end its turn or are reserved.
+        Free text contains no other added tokens, because these end a turn or are reserved in Llama's vocabulary.
         """
         if rules.is_required:
             more = ' ("; " object)*' if rules.is_parallel else ""
@@ -56,7 +56,7 @@ class Llama3:
             lines.append(f'HEAD_{idx}: /{_begun(function.name)}{SPACE},{SPACE}"parameters"{SPACE}:{SPACE}/')
             options.append(f'HEAD_{idx} args_{idx} "}}"')
         names = "|".join(function.name for function in rules.functions)
-        # Text never begins like a call, so that every text that the parser reads as a call is constrained as one.
+        # Free text never begins like a call, so that every text that the parser reads as a call is constrained as one.
         text = f"/(?s:.*)/ & ~/{_begun(f'({names})')}(?s:.*)/"
         text_rules = CallRules(functions=rules.functions, tokens=rules.tokens)
         lines += [f"call: {' | '.join(options)}", *grammar.arguments(rules)]

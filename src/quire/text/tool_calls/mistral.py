@@ -47,7 +47,7 @@ class Mistral:
         return (yield from self._read_named(incoming, pos, reader))
 
     def grammar(self, rules: CallRules) -> str:
-        """Return the grammar: free text and calls after it, or calls only."""
+        """Return the grammar: free text, optionally followed by calls; or calls only."""
         opened = grammar.marker(MARK, rules.tokens)
         if self.is_array:
             more = ' (", " object)*' if rules.is_parallel else ""

@@ -14,7 +14,7 @@ Call = tuple[str, str]
 def whole_call(
     incoming: Incoming, pos: int, names: Container[str]
 ) -> Generator[Piece | None, None, tuple[Call, int] | None]:
-    """Read a whole object, and return its call and its end."""
+    """Read a whole object; return its call, and its end."""
     begin = yield from incoming.past_space(pos)
     assert begin is not None
     end = yield from incoming.json_object(begin)
@@ -25,7 +25,7 @@ def whole_call(
 
 
 def stream_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
-    """Read an object that follows a grammar, and yield the call as it arrives, from the start of its arguments."""
+    """Read an object that a grammar constrains; yield the call while it arrives, from the start of its arguments."""
     begin = yield from incoming.literal(pos, "{")
     if begin is None:
         return None
@@ -40,7 +40,7 @@ def stream_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
 
 
 def stream_arguments(incoming: Incoming, begin: int, reader: CallReader, name: str) -> Reading:
-    """Yield a call as its arguments, an object, arrive; the end of the text may truncate them, and is returned then."""
+    """Yield a call while its arguments, an object, arrive; return their end, or the end of a truncated text."""
     index = reader.num_calls
     reader.num_calls += 1
     reader.note_name(None)
@@ -53,7 +53,7 @@ def stream_arguments(incoming: Incoming, begin: int, reader: CallReader, name: s
 
 
 def read_arguments(incoming: Incoming, begin: int, reader: CallReader, name: str) -> Reading:
-    """Read a call's arguments, an object at a position, and yield the call."""
+    """Read a call's arguments, the object at `begin`, and yield the call."""
     if reader.is_forced:
         return (yield from stream_arguments(incoming, begin, reader, name))
     end = yield from incoming.json_object(begin)
@@ -95,7 +95,7 @@ def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str
 
 
 def _head(incoming: Incoming, pos: int, reader: CallReader) -> Generator[Piece | None, None, tuple[str, int] | None]:
-    """Read `"name": "...", "arguments":`, optionally after `"type": "function",`; return the name, and the end."""
+    """Read `"name": "...", "arguments":`, optionally after `"type": "function",`; return the name and the end."""
     member = yield from _member(incoming, pos)
     if member is not None and member[:2] == ("type", "function"):
         comma = yield from incoming.literal(member[2], ",")
@@ -114,7 +114,7 @@ def _head(incoming: Incoming, pos: int, reader: CallReader) -> Generator[Piece |
 
 
 def _member(incoming: Incoming, pos: int) -> Generator[Piece | None, None, tuple[str, str, int] | None]:
-    """Read a key and a value that are plain names; return them, and their end."""
+    """Read a key and a value that are plain names; return them and their end."""
     key = yield from _string(incoming, pos)
     colon = None if key is None else (yield from incoming.literal(key[1], ":"))
     value = None if colon is None else (yield from _string(incoming, colon))
@@ -122,7 +122,7 @@ def _member(incoming: Incoming, pos: int) -> Generator[Piece | None, None, tuple
 
 
 def _string(incoming: Incoming, pos: int) -> Generator[Piece | None, None, tuple[str, int] | None]:
-    """Read a string that is a plain name; return it, and its end."""
+    """Read a string that is a plain name; return it and its end."""
     begin = yield from incoming.literal(pos, '"')
     end = None if begin is None else (yield from incoming.name(begin))
     if begin is None or end is None or incoming.text[end : end + 1] != '"':

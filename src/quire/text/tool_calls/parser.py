@@ -27,19 +27,19 @@ class ToolFormat(Protocol):
 
     @property
     def may_be_bare(self) -> bool:
-        """True where an output may begin with calls without a marker."""
+        """True if an output may begin with calls without a marker."""
 
     @property
     def id_chars(self) -> int | None:
-        """The length of call ids, of letters and digits, that templates require; None where they require none."""
+        """The length of call ids (letters and digits) that templates require; None for any length."""
 
     @property
     def answer_head(self) -> str:
-        """The rules before an answer with a structure of its own, where the grammar has the whole output, reasoning
-        included; "" where it begins after the reasoning."""
+        """The rules before a structured answer, if the grammar covers the whole output, including the reasoning; ""
+        if it begins after the reasoning."""
 
     def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
-        """Read the calls after a marker, or at the beginning; return their end, None where there are none."""
+        """Read the calls after a marker, or at the beginning; return their end, or None if there are none."""
 
     def grammar(self, rules: CallRules) -> str:
         """Return the Lark grammar of outputs in which every call is well formed."""
@@ -62,11 +62,11 @@ class CallReader:
 
     @property
     def is_named(self) -> bool:
-        """True where a call of a known function has its name, but no arguments yet."""
+        """True while a call of a known function has a name, but no arguments yet."""
         return self._named is not None
 
     def cut(self, rest: str) -> Iterator[CallDelta]:
-        """Yield what there is of a call that the end of the output truncates: its name, or nothing."""
+        """Yield a call that the end of the output truncates before its arguments, if its name is known."""
         self.is_cut = self.is_cut or bool(rest.strip(JSON_SPACE))
         if self._named is not None:
             self.num_calls += 1
@@ -82,8 +82,8 @@ class CallParser:
     """Parses the content and the calls of one output, piece by piece.
 
     The merged pieces do not depend on the division of the text. White space before a call, between calls and after the
-    last one is left out. Text that only resembles a call is content. Under a grammar, where a marker is always the
-    beginning of a call, a call that the end of the output truncates is never content.
+    last one is left out. Text that only resembles a call is content. Under a grammar, a marker always begins a call, so
+    a call that the end of the output truncates is never content.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CallParser:
 
     @property
     def num_calls(self) -> int:
-        """The number of calls so far, an incomplete one with a name included."""
+        """The number of calls so far, including an incomplete one with a name."""
         return self._reader.num_calls
 
     @property
@@ -129,11 +129,11 @@ class CallParser:
 
 
 def _read(form: ToolFormat, incoming: Incoming, reader: CallReader) -> Generator[Piece | None]:
-    """Yield the pieces of an output, and None where more text is needed."""
+    """Yield the pieces of an output, and None when more text is needed."""
     is_after_call = False
     if form.may_be_bare:
         end = yield from form.read_calls(incoming, 0, reader)
-        # Without a marker, a call has begun for sure once it has the name of a function.
+        # Without a marker, a call has certainly begun once it has the name of a function.
         is_call = end is not None or reader.is_named or reader.is_required
         if is_call and _ends_in_call(incoming, reader):
             yield from reader.cut(incoming.text[end or 0 :])
@@ -157,9 +157,9 @@ def _read(form: ToolFormat, incoming: Incoming, reader: CallReader) -> Generator
 
 
 def _ends_in_call(incoming: Incoming, reader: CallReader) -> bool:
-    """Return whether the output ended while calls were read under a grammar: they match as far as they go.
+    """Return whether the output ended while calls were read under a grammar, so that they match, but are truncated.
 
-    The end is set after all text was read, so a reading that finds it has waited for more text.
+    The end is set after all text was read, so a reading that sees it was waiting for more text.
     """
     return reader.is_forced and incoming.is_ended
 
@@ -167,7 +167,7 @@ def _ends_in_call(incoming: Incoming, reader: CallReader) -> bool:
 def _content(
     incoming: Incoming, marker: str, reader: CallReader, *, is_after_call: bool
 ) -> Generator[Piece | None, None, int | None]:
-    """Yield the content before a marker, without the white space before it, or up to the end of the text."""
+    """Yield the content before a marker, without white space at its end; return the marker's position, or None."""
     while True:
         text = incoming.text
         begin = text.find(marker)
@@ -180,7 +180,7 @@ def _content(
         if incoming.is_ended:
             rest = incoming.consume(len(incoming.text))
             if reader.is_required:
-                # A part of the marker is the beginning of a call.
+                # A part of the marker is the beginning of a truncated call.
                 begun = rest[len(rest) - _begun(rest, marker) :]
                 yield from reader.cut(begun)
                 rest = rest.removesuffix(begun)

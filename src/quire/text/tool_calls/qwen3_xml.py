@@ -24,10 +24,10 @@ FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 KEY = re.compile(r"[^>\n]*")
 MAX_KEY_CHARS = 256
-# Only strings are not JSON.
+# All values except strings are JSON.
 SYNTAX = ValueSyntax(words={word: word for word in ("true", "false", "null")}, comma=", ", colon=": ")
 KEY_SYNTAX = replace(SYNTAX, bare_key="[a-zA-Z0-9_.-]{1,64}")
-# By name of a type: regular expression of the texts that are read as values of it, without white space around them.
+# Name of a type -> regular expression of the texts that are read as its values, without white space around them.
 INTEGER = "-?(0|[1-9][0-9]*)"
 EXPONENT = r"[eE][+\-]?[0-9]+"
 SPELLINGS: Mapping[str, str] = {
@@ -85,7 +85,7 @@ class Qwen3Xml:
     def _read_parameters(
         self, incoming: Incoming, pos: int, function: Function, writer: CallWriter, *, is_forced: bool
     ) -> Reading:
-        """Read the parameters and the end of the function; None where they are broken."""
+        """Read the parameters and the end of the function; return None if they are broken."""
         schema = read_schema(function, ABILITIES)
         yield from writer.begin()
         while True:
@@ -95,7 +95,7 @@ class Qwen3Xml:
             begin = yield from incoming.literal(pos, PARAMETER)
             end = None if begin is None else (yield from incoming.matching(begin, KEY, MAX_KEY_CHARS))
             opened = None if end is None else (yield from incoming.literal(end, ">"))
-            # Another call's beginning in a value would make many broken calls quadratic; a grammar excludes them.
+            # A value may not contain another call's beginning, since many broken calls would take quadratic time.
             after = (
                 None if opened is None else (yield from incoming.past(opened, END_PARAMETER, "" if is_forced else OPEN))
             )
@@ -107,7 +107,7 @@ class Qwen3Xml:
             pos = after
 
     def grammar(self, rules: CallRules) -> str:
-        """Return the grammar: free text with calls in it, or calls on separate lines only."""
+        """Return the grammar: free text with calls in it; or calls only, on separate lines."""
         lines = []
         for idx, function in enumerate(rules.functions):
             lines += _function(f"f{idx}", function, rules)
@@ -118,7 +118,7 @@ class Qwen3Xml:
 
 
 def _function(name: str, function: Function, rules: CallRules) -> list[str]:
-    """Return the rules of one function: its parameters in their order, and further ones where the schema asks."""
+    """Return the rules of one function: its parameters in order, then others if the schema allows them."""
     values = ValueRules.of(function, SYNTAX, f"{name}_", rules.tokens)
     options = (_parameters(values, form) for form in objects_of(values.schema))
     head, end = literal(f"{FUNCTION}{function.name}>\n"), literal(END_FUNCTION)
@@ -148,8 +148,8 @@ def _value(values: ValueRules, state: State, read: Collection[str]) -> str:
     texts = [form for form in forms if isinstance(form, Text)]
     if not texts:
         return f"({values.options(forms)}) {end}"
-    # The lexer takes the longest terminal, so one terminal has all values that begin alike: strings and, as far as an
-    # expression has them, words and numbers. A string begins otherwise than all other values.
+    # The lexer takes the longest terminal, so values that may begin alike share one terminal: strings and, as far as
+    # they have an expression, words and numbers. Strings that would be read as other values are excluded.
     apart = [form for form in forms if isinstance(form, Array | Object) or _is_limited(form)]
     options = [f"({values.options(apart)}) {end}"] if apart else []
     free = {kind for form in forms if form not in apart for kind in _free_types(form)}
@@ -162,12 +162,12 @@ def _value(values: ValueRules, state: State, read: Collection[str]) -> str:
 
 
 def _is_limited(form: Form) -> bool:
-    """Return whether a form is a number within limits, of which there is no expression."""
+    """Return whether a form is a number with limits, which have no regular expression."""
     return isinstance(form, Number) and form.constants is None and replace(form, is_integer=False) != Number()
 
 
 def _free_types(form: Form) -> Collection[str]:
-    """Return the names of the types all of whose values have a form."""
+    """Return the names of the types whose values all match a form."""
     if isinstance(form, Number):
         return () if form.constants is not None else ("integer",) if form.is_integer else ("integer", "number")
     if isinstance(form, Boolean):
@@ -176,7 +176,7 @@ def _free_types(form: Form) -> Collection[str]:
 
 
 def _written(form: Form) -> str:
-    """Return the expression of the values of a form without limits; "" for strings."""
+    """Return the regular expression of the values of a form without limits; "" for strings."""
     if isinstance(form, Number) and form.constants is not None:
         return "|".join(quoted(json.dumps(value)) for value in form.constants)
     if isinstance(form, Number):

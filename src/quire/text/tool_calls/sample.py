@@ -1,4 +1,4 @@
-"""The content and the calls of one sample, incrementally or of the whole text."""
+"""The content and the calls of one sample, read incrementally or from the whole text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ToolCall:
     Args:
         id: id for the message with the result, in a form that the model's template accepts.
         name: name of the function.
-        arguments: JSON as the model wrote it; a part of it where the output was truncated inside the call.
+        arguments: JSON; truncated if the output was truncated inside the call.
     """
 
     id: str
@@ -61,15 +61,15 @@ class SampleCalls:
         return content, calls
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return the finish reason of an output: "tool_calls" where it stopped by itself after a complete call.
+        """Return the finish reason of an output: "tool_calls" if it stopped by itself after a complete call.
 
-        Where the client named the function, "stop" stays, as with OpenAI: the model did not choose to call it.
+        If the client named the function, "stop" stays, as with OpenAI, because the model did not choose to call it.
         """
         return "tool_calls" if reason == "stop" and self.has_whole_calls and not self._is_named else reason
 
     @property
     def has_whole_calls(self) -> bool:
-        """True where there are calls, and the last one is complete."""
+        """True if there are calls, and the last one is complete."""
         return bool(self._parser.num_calls) and not self._parser.is_inside_call
 
     def new_id(self) -> str:

@@ -1,4 +1,4 @@
-"""The tools of a request in OpenAI's form: their definitions, and the choice of those that may be called."""
+"""The tools of a request in OpenAI's form: their definitions, and the choice of the allowed ones."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class ToolChoice:
     """The functions that may be called.
 
     Args:
-        functions: functions that may be called; empty where calls are not requested, or there are no tools.
-        is_required: True where the output must be a call.
-        is_named: True where the client named the one function of the one call.
+        functions: functions that may be called; empty if calls are not allowed, or there are no tools.
+        is_required: True if the output must be a call.
+        is_named: True if the client named the function of a single call.
     """
 
     functions: Sequence[Function]
@@ -47,7 +47,7 @@ class ToolChoice:
 
 
 def read_tools(given: object) -> list[Tool]:
-    """Read `tools`; None is an empty list."""
+    """Parse `tools`; None is an empty list."""
     if given is None:
         return []
     if not isinstance(given, list | tuple):
@@ -72,7 +72,7 @@ def read_tools(given: object) -> list[Tool]:
 
 
 def read_choice(choice: object, functions: Sequence[Function]) -> ToolChoice:
-    """Read `tool_choice`; None is "auto"."""
+    """Parse `tool_choice`; None is "auto"."""
     if choice is None or choice == "auto":
         return ToolChoice(functions)
     if choice == "none":
@@ -92,7 +92,7 @@ def read_choice(choice: object, functions: Sequence[Function]) -> ToolChoice:
 
 
 def _read_allowed(choice: dict[str, Any], functions: Sequence[Function]) -> ToolChoice:
-    """Read a choice that allows a subset of the functions."""
+    """Parse a choice that allows a subset of the functions."""
     where = "tool_choice.allowed_tools"
     allowed = choice.get("allowed_tools")
     if not isinstance(allowed, dict):
@@ -159,7 +159,7 @@ def _read_parameters(parameters: object, where: str) -> dict[str, Any] | None:
     kind = parameters.get("type", "object")
     if kind != "object":
         raise InvalidParameter(f"{where}.type", kind, '"object", as arguments are one')
-    # Chat templates iterate over both; a template's own error would name the conversation.
+    # Chat templates iterate over both; an error in a template would be reported for the conversation.
     properties, required = parameters.get("properties"), parameters.get("required")
     if properties is not None and not isinstance(properties, dict):
         raise InvalidParameter(f"{where}.properties", properties, "an object of JSON schemas")

@@ -1,4 +1,4 @@
-"""Types that a JSON schema allows, and the conversion of a text to a value of them."""
+"""Names of JSON types, and the conversion of a plain text to JSON of an allowed type."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 
 from quire.text.tool_calls.calls import JSON_SPACE, refuse_constant
 
-# JSON's words, and Python's, which templates write for values that are not strings.
+# Python's words, which templates write for values that are not strings -> JSON's words.
 WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -18,7 +18,7 @@ def type_of(value: object) -> str:
 
 
 def typed_json(text: str, kinds: Container[str]) -> str:
-    """Return the JSON of a value that was written as plain text."""
+    """Return the JSON of a value that was written as plain text: a string unless it has another allowed type."""
     written = text.strip(JSON_SPACE)
     written = WORDS.get(written, written)
     try:

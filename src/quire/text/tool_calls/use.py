@@ -18,13 +18,13 @@ from quire.text.tool_calls.grammar import CallRules, calls_or_answer, text_token
 from quire.text.tool_calls.parser import ToolFormat
 from quire.text.tool_calls.tools import read_choice, read_tools
 
-# Message of a grammar's compiler: number of the line, reason, and text of the lines around it.
+# Message of the grammar compiler: number of the line, reason, and text of the lines around it.
 COMPILE_ERROR = re.compile(
     r"compiles: at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \| .*)?$", re.DOTALL
 )
-# The names of a function's rules have its number.
+# The names of a function's rules contain its number.
 FUNCTION_RULE = re.compile(r"(?:args_|[fF])(\d+)")
-# The rule of `calls_or_answer` for an answer.
+# Beginning of the rule of an answer in `calls_or_answer`.
 ANSWER = "answer: "
 WANTED = {"json": "a JSON schema", "regex": "a regular expression", "choice": "choices"}
 
@@ -37,9 +37,9 @@ class ToolUse:
         definitions: definitions of the tools for the chat template.
         rules: the allowed calls.
         form: format of the model's calls.
-        is_named: True where the client named the one function of the one call.
-        is_forced: True where a grammar constrains the output to the rules.
-        marker_ids: ids of special tokens that belong to calls and must be in the text.
+        is_named: True if the client named the function of a single call.
+        is_forced: True if a grammar constrains the output to the rules.
+        marker_ids: ids of special tokens that belong to calls and must stay in the text.
     """
 
     definitions: Sequence[Mapping[str, Any]]
@@ -72,7 +72,7 @@ class ToolUse:
     def explain(
         self, error: InvalidParameter, grammar: str, answer: StructuredOutputs | None = None
     ) -> InvalidParameter:
-        """Return the error of a grammar that does not compile, with the field and the value that the client sent."""
+        """Return the error of a grammar that does not compile, with the field and value that the client sent."""
         if error.field != "structured_outputs.grammar" or not self.is_forced:
             return error
         found = COMPILE_ERROR.search(error.allowed)
@@ -101,13 +101,13 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class ToolModel:
-    """The properties of a model that tool calls depend on.
+    """The properties of a model on which tool calls depend.
 
     Args:
-        tokenizer: the model's tokenizer, None where the engine runs without one.
-        form: format of the model's calls, None where it is not known.
+        tokenizer: the model's tokenizer; None if the engine runs without one.
+        form: format of the model's calls; None if it is not known.
         vocab_size: upper bound of the token ids.
-        set_form: name of the option that sets the format where the template does not show it.
+        set_form: name of the option that sets the format if the template does not show it.
     """
 
     tokenizer: Tokenizer | None
@@ -117,7 +117,7 @@ class ToolModel:
 
     @classmethod
     def find(cls, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> ToolModel:
-        """Return a model's properties, with the format that the argument `tool_call_parser` of `LLM.chat` names.
+        """Return a model's properties; `name` is the value of `tool_call_parser`, such as "auto".
 
         Args:
             name: a format of `FORMATS`, or vLLM's name for one; "auto" for the one in the chat template.
@@ -134,7 +134,7 @@ class ToolModel:
         return cls(tokenizer, form, vocab_size, option)
 
     def read(self, tools: object, tool_choice: object, parallel_tool_calls: object) -> ToolUse | None:
-        """Read the fields of a request with the names of the arguments; None is an absent field.
+        """Parse the fields of a request with the names of the arguments; return None if no function may be called.
 
         Returns:
             The use of tools, None where calls are not requested.
@@ -168,7 +168,7 @@ class ToolModel:
         return ToolUse(definitions, rules, form, choice.is_named, can_force, marker_ids)
 
     def _require(self) -> tuple[Tokenizer, ToolFormat]:
-        """Return the tokenizer and the format, which calls need."""
+        """Return the tokenizer and the format; raise an error if one is missing or the template does not use tools."""
         if self.tokenizer is None:
             raise UnsupportedFeature("tools", "this engine runs without a tokenizer")
         require_chat_template(self.tokenizer.chat_template).require_tools()

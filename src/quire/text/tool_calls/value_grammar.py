@@ -1,4 +1,4 @@
-"""Grammars of values that a format does not write as JSON, from their schemas in normal form."""
+"""Grammars of values in formats other than JSON, from schemas in normal form."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quire.text.tool_calls.argument_schema import argument_schema, forms_of
 from quire.text.tool_calls.calls import Function
 from quire.text.tool_calls.grammar import literal
 
-# Abilities of these grammars.
+# Features of schemas that these grammars support.
 ABILITIES = Abilities(has_name_patterns=False)
-# A string as JSON whose escapes are short ones, so that a key has one spelling.
+# A JSON string with short escapes only, so that each key has one spelling.
 QUOTED_KEY = r'"([^"\\\x00-\x1f]|\\["\\nrtbf])*"'
 
 
@@ -30,9 +30,9 @@ class ValueSyntax:
         words: spelling of true, false and null.
         comma: separator of members and of items.
         colon: separator of a key and a value.
-        bare_key: regular expression of the keys that are written without quotes; "" quotes all.
-        quote: marker before and after a string, which has no escapes then; "" for strings as in JSON.
-        is_sorted: True where keys are in the order of the alphabet.
+        bare_key: regular expression of the keys that are written without quotes; "" to quote all keys.
+        quote: marker before and after a string without escapes; "" for JSON strings.
+        is_sorted: True if keys are in alphabetical order.
     """
 
     words: Mapping[str, str]
@@ -48,8 +48,8 @@ class ValueRules:
     """The rules of one function's values.
 
     Args:
-        schema: schema of its arguments.
-        is_strict: False where a terminal that does not compile may be replaced by one of any text or number.
+        schema: schema of the function's arguments.
+        is_strict: False if a terminal that does not compile may be replaced by a terminal of any text or number.
         syntax: spelling of values.
         prefix: beginning of the rules' names.
         tokens: token ids of the markers that are single tokens.
@@ -68,7 +68,7 @@ class ValueRules:
 
     @classmethod
     def of(cls, function: Function, syntax: ValueSyntax, prefix: str, tokens: Mapping[str, int]) -> ValueRules:
-        """Return the rules of a function without any, for its schema as far as these grammars enforce it."""
+        """Return an empty set of rules for a function, with the parts of its schema that these grammars can enforce."""
         return cls(argument_schema(function, ABILITIES), function.is_strict, syntax, prefix, tokens)
 
     def new_name(self, letter: str) -> str:
@@ -77,7 +77,7 @@ class ValueRules:
         return f"{self.prefix}{letter}{self._num_names}"
 
     def value(self, state: State) -> str:
-        """Return the name of the rule for a value; a state without forms has none."""
+        """Return the name of the rule for a value; the state must have forms."""
         forms = forms_of(self.schema, state)
         if forms not in self._names:
             self._names[forms] = name = self.new_name("v")
@@ -85,7 +85,7 @@ class ValueRules:
         return self._names[forms]
 
     def options(self, forms: Iterable[Form]) -> str:
-        """Return the expression of a value that has one of some forms."""
+        """Return the rule expression of a value with any of the forms."""
         return " | ".join(self._form(form) for form in forms)
 
     def members(self, form: Object, syntax: ValueSyntax) -> str:
@@ -114,7 +114,7 @@ class ValueRules:
         return f"{name}first0"
 
     def text(self, forms: Iterable[Text], excluded: str = "", others: str = "") -> str:
-        """Return the name of the terminal for the text of a string that has one of some forms."""
+        """Return the name of the terminal for the text of a string with any of the forms."""
         options = [f"({_text(form)}{f' & ~/{excluded}/' if excluded else ''})" for form in forms]
         options += [f"/{others}/"] if others else []
         return self.rule(" | ".join(options), "/(?s:.*)/", letter="T")
@@ -139,7 +139,7 @@ class ValueRules:
         return self.rule(_json(number_schema(form)), _json({"type": "number"}))
 
     def _string(self, form: Text) -> str:
-        """Return the expression of a string in its quotes."""
+        """Return the rule expression of a string with its quotes."""
         quote = self.syntax.quote
         if not quote:
             return self.rule(_json(text_schema(form)), _json({"type": "string"}))
@@ -151,10 +151,10 @@ class ValueRules:
         return f"{token} ({ended} | {text} {token})"
 
     def _items(self, form: Array) -> str:
-        """Return the expression of the items of an array."""
+        """Return the rule expression of the items of an array."""
         comma, length, most = literal(self.syntax.comma), len(form.prefix), form.max_items
         for idx, state in enumerate(form.prefix):
-            if not self.schema.forms(state):  # there is no such item, and none behind it
+            if not self.schema.forms(state):  # there is no such item, and none after it
                 length, most = idx, idx if most is None else min(idx, most)
                 break
         rest = ""
@@ -176,7 +176,7 @@ class ValueRules:
         return self.rule(f"{key} & ~/({taken})/" if keys else key, letter="K")
 
     def rule(self, body: str, looser: str = "", *, letter: str = "r", option: str = "") -> str:
-        """Return the name of the rule with a body."""
+        """Return the name of the rule with a body; the first call adds the rule."""
         name = self._rules.get(option + body)
         if name is None:
             name = self.new_name(letter)
@@ -193,7 +193,7 @@ class ValueRules:
 
 
 def _text(form: Text) -> str:
-    """Return the expression of a string in a terminal."""
+    """Return the expression of a string for a terminal."""
     most = "" if form.max_length is None else form.max_length
     limits = f"{{{form.min_length},{most}}}" if form.min_length or form.max_length is not None else "*"
     begin = f"(?s:.{limits})" if form.constants is None else "|".join(map(quoted, form.constants))
@@ -201,14 +201,14 @@ def _text(form: Text) -> str:
 
 
 def repeated(part: str, least: int, most: int | None) -> str:
-    """Return the expression of a part that comes several times; nothing where it may not come at all."""
+    """Return the expression of a part that is repeated; "" if it may not occur."""
     if most == 0:
         return ""
     return f"({part})*" if least == 0 and most is None else f"({part}){{{least},{'' if most is None else most}}}"
 
 
 def _separated(part: str, separator: str, least: int, most: int | None) -> str:
-    """Return the same with a separator between the parts."""
+    """Return the expression of a part that is repeated, with a separator between; "" if it may not occur."""
     if most == 0:
         return ""
     rest = repeated(f"{separator} {part}", max(least - 1, 0), None if most is None else most - 1)

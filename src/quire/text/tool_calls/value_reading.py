@@ -1,4 +1,4 @@
-"""Reading of values that a format does not write as JSON, and the pieces of calls with such arguments."""
+"""Reading of values in formats other than JSON, and the pieces of calls with such arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.parser import CallReader
 from quire.text.tool_calls.typed_values import WORDS
 
-# JSON of a value, and the position after it; None where the text is no value.
+# Returns the JSON of a value and the position after it; None if the text is not a value.
 ValueReading = Generator[Piece | None, None, tuple[str, int] | None]
 
 MAX_DEPTH = 32
@@ -24,7 +24,7 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {char: char 
 
 
 class CallWriter:
-    """Turns the arguments of one call into pieces: as they are read, or all at the end; see `CallReader.is_forced`."""
+    """Turns the arguments of one call into pieces: immediately if `CallReader.is_forced`, else all at the end."""
 
     def __init__(self, reader: CallReader, name: str) -> None:
         self._reader = reader
@@ -33,14 +33,14 @@ class CallWriter:
         self._members: list[str] = []
 
     def begin(self) -> Iterator[Piece]:
-        """Yield the call's first piece."""
+        """Yield the call's first piece, if pieces are streamed."""
         if self._reader.is_forced:
             self._reader.num_calls += 1
             self._reader.note_name(None)
             yield CallDelta(self._index, self._name, "{")
 
     def member(self, key: str, value: str) -> Iterator[Piece]:
-        """Yield one argument."""
+        """Add one argument, and yield it if pieces are streamed."""
         text = f"{', ' if self._members else ''}{json.dumps(key, ensure_ascii=False)}: {value}"
         self._members.append(text)
         if self._reader.is_forced:
@@ -54,7 +54,7 @@ class CallWriter:
             yield self._reader.whole_call(self._name, f"{{{''.join(self._members)}}}")
 
     def broken(self, incoming: Incoming, pos: int) -> int | None:
-        """Return the end of a call that does not follow the format, or that the end of the output truncates."""
+        """Return the end of a malformed or truncated call, if pieces are streamed; else None, so that it is content."""
         if not self._reader.is_forced:
             return None
         return len(incoming.text) if incoming.is_ended else pos
@@ -66,7 +66,7 @@ class ValueReader:
 
     Args:
         quote: marker before and after a string without escapes; "" for strings as in Python.
-        bare_key: regular expression of a key without quotes; "" where all keys have quotes.
+        bare_key: regular expression of a key without quotes; "" if all keys have quotes.
     """
 
     quote: str = ""
@@ -88,7 +88,7 @@ class ValueReader:
         return (yield from _atom(incoming, begin))
 
     def string(self, incoming: Incoming, pos: int) -> ValueReading:
-        """Read a string, which begins at the position."""
+        """Read the string that begins at a position."""
         if self.quote and incoming.text[pos : pos + 1] == "<":
             begin = yield from incoming.literal(pos, self.quote)
             end = None if begin is None else (yield from incoming.past(begin, self.quote))
@@ -98,7 +98,7 @@ class ValueReader:
         return (yield from _quoted(incoming, pos))
 
     def key(self, incoming: Incoming, pos: int) -> ValueReading:
-        """Read a key after white space, without the colon; the result is the plain text of the key."""
+        """Read a key after white space, without the colon; return the plain text of the key in place of JSON."""
         begin = yield from incoming.past_space(pos)
         assert begin is not None
         if incoming.text[begin : begin + 1] in ('"', "'", "<"):
@@ -146,7 +146,7 @@ class ValueReader:
     def member(
         self, incoming: Incoming, pos: int, colon: str, depth: int = 0
     ) -> Generator[Piece | None, None, tuple[str, str, int] | None]:
-        """Read a key and a value; return them, the value as JSON, and their end."""
+        """Read a key and a value; return the key, the value as JSON, and the end."""
         key = yield from self.key(incoming, pos)
         after = None if key is None else (yield from incoming.literal(key[1], colon))
         value = None if after is None else (yield from self.value(incoming, after, depth))
@@ -170,7 +170,7 @@ class ValueReader:
 
 
 def _quoted(incoming: Incoming, pos: int) -> ValueReading:
-    """Read a string in quotes, single or double ones."""
+    """Read a string in single or double quotes."""
     quote = incoming.text[pos]
     end = pos + 1
     while True:
@@ -188,7 +188,7 @@ def _unescaped(text: str) -> str:
     if "\\" not in text:
         return text
     value = ESCAPE.sub(lambda match: _character(match[0]), text)
-    # JSON writes characters beyond 16 bits as two escapes.
+    # Characters beyond 16 bits are written as two escapes in JSON.
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -44,7 +44,7 @@ class LeastTokens(NamedTuple):
 
     Args:
         per_token: maximum number of bytes (or characters) of a text in one token.
-        counts_bytes: True where `per_token` counts bytes.
+        counts_bytes: True if `per_token` counts bytes, False if it counts characters.
         stripping: added tokens that absorb adjacent spaces; a text with one of them has no bound.
     """
 
@@ -53,7 +53,7 @@ class LeastTokens(NamedTuple):
     stripping: tuple[str, ...]
 
     def of(self, text: str) -> int:
-        """Return a lower bound on the tokens of a text, without the special tokens around it."""
+        """Return a lower bound on the number of tokens of a text, without the special tokens around it."""
         if any(token in text for token in self.stripping):
             return 0
         length = len(text.encode("utf-8", "surrogatepass")) if self.counts_bytes else len(text)
@@ -61,10 +61,10 @@ class LeastTokens(NamedTuple):
 
 
 def least_tokens(library: tokenizers.Tokenizer, tokens: Sequence[str]) -> LeastTokens | None:
-    """Return the bound of a tokenizer, None where it may drop any part of a text.
+    """Return the bound of a tokenizer; None if it may drop any part of a text.
 
-    Bytes and characters vanish in several ways: a normalizer or pre-tokenizer drops or joins them, a model without a
-    token for a character drops it, or makes one token of consecutive unknown characters.
+    A normalizer or pre-tokenizer may drop or join characters; a model without a token for a character may drop it, or
+    make one token of consecutive unknown characters.
     """
     forms = [step["type"] for step in normalizers(library) if not _lengthens(step)]
     words = pre_tokenizers(library)
@@ -85,7 +85,7 @@ def least_tokens(library: tokenizers.Tokenizer, tokens: Sequence[str]) -> LeastT
 
 
 def _lengthens(step: dict[str, Any]) -> bool:
-    """Return whether a step replaces a string by one that is not shorter."""
+    """Return whether a step replaces a string by a string that is not shorter."""
     old = step.get("pattern", {}).get("String")
     return step["type"] == "Replace" and bool(old) and len(step["content"]) >= len(old)
 
@@ -130,7 +130,7 @@ def check_source(raw: bytes) -> None:
 
 
 def _table_bytes(charsmap: object) -> int:
-    """Return the length of the table that a map of characters declares."""
+    """Return the length that a map of characters declares for its table."""
     head = bytes(charsmap[:4]) if isinstance(charsmap, list) and _are_bytes(charsmap[:4]) else b""
     if isinstance(charsmap, str):
         head = base64.b64decode(charsmap[:8])[:4]

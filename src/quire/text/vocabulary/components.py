@@ -1,4 +1,4 @@
-"""Settings of a tokenizer's components (`tokenizers` library), and calls whose panics become exceptions."""
+"""Settings of a tokenizer's components (`tokenizers` library), and calls that turn its panics into exceptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LibraryFailed(Exception):
 
 
 def guarded(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call the library."""
+    """Call a function of the library; raise a panic as `LibraryFailed`."""
     try:
         return call(*args, **kwargs)
     except Exception:
@@ -37,7 +37,7 @@ def model_tokens(library: Any) -> list[str]:
 
 
 def added_tokens(library: Any) -> Iterator[tuple[str, str]]:
-    """Yield each added token of a tokenizer as it is written, and as it is matched after the normalizer."""
+    """Yield the text of each added token of a tokenizer, and its form that is matched after normalization."""
     normalizer = library.normalizer
     for token in library.get_added_tokens_decoder().values():
         is_normalized = token.normalized and normalizer is not None
@@ -73,7 +73,7 @@ def decoders(library: Any) -> list[dict[str, Any]]:
 def byte_alphabet() -> dict[str, int]:
     """Map each character of a byte-level vocabulary to its byte.
 
-    Printable Latin-1 bytes stand for themselves; the others, in order, for the characters from U+0100 on.
+    Printable Latin-1 bytes are represented by themselves; the others, in order, by the characters from U+0100 on.
 
     Source: the GPT-2 tokenizer.
     """

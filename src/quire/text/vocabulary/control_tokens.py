@@ -1,8 +1,8 @@
-"""The tokens with which a chat template structures a prompt, and which texts of clients may therefore not become.
+"""Control tokens: tokens with which a chat template structures a prompt, so texts of clients may not become them.
 
 Control tokens are the special tokens of a tokenizer, the added tokens that a template writes, such as `<think>` and
-`<tool_response>` of Qwen3, and those in bars, such as `<|fim_prefix|>` of Qwen2.5, which folders do not call special.
-Tokens of white space, and of one visible character, are ordinary text whatever their flags.
+`<tool_response>` of Qwen3, and added tokens in bars, such as `<|fim_prefix|>` of Qwen2.5, even if they are not flagged
+as special. Tokens of white space, and of one visible character, are always ordinary text.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from quire.errors import RequestError
 from quire.text.vocabulary.marks import LENIENT, MAX_CHARS, STRICT, MarkedTexts, Marks
 
 STRICT_MARK: Final = re.compile(f"[{chr(STRICT)}-{chr(LENIENT - 1)}]")
-# The form that markers have in most files; some have bars of full width.
+# The usual form of markers; some have full-width bars.
 IN_BARS: Final = re.compile(r"\s*<[|｜][^<>]+[|｜]>\s*")
 # Separates literals; no token has it.
 END: Final = "\0"
-# Characters of tokens after which their expressions are not nested further.
+# Maximum depth of nesting of the expression that matches tokens.
 MAX_DEPTH: Final = 50
 
 
@@ -34,8 +34,8 @@ class ControlTokens:
     Args:
         special: texts of special tokens.
         written: texts of other added tokens that the template writes, or that are in bars. Content of the assistant and
-            of the system may have them: models write their own markers, and instructions name them.
-        marks: marks that show where clients wrote characters of these tokens.
+            of the system may contain them, because models write their own markers and instructions name them.
+        marks: marks that replace the characters of these tokens in texts of clients.
         marked: characters and texts that get marks.
         pattern: matches the longest of these tokens at each position, as group 1 of an empty match.
     """
@@ -47,15 +47,15 @@ class ControlTokens:
     pattern: re.Pattern[str]
 
     def has(self, token: str) -> bool:
-        """Return whether a token is one of these."""
+        """Return whether a token is a control token."""
         return token in self.special or token in self.written
 
     def forbids(self, token: str, text: str, marked: str) -> bool:
-        """Return whether a text that a tokenizer takes for a token is ordinary text, since clients wrote of it."""
+        """Return whether a text that matches a token must stay ordinary text, because a client wrote some of it."""
         return marked != text and (token in self.special or STRICT_MARK.search(marked) is not None)
 
     def forbidden(self, text: str, marked: str) -> Iterator[tuple[int, int]]:
-        """Yield the range of each text of a token that is ordinary text."""
+        """Yield the range of each text that matches a token but must stay ordinary text."""
         for match in self.pattern.finditer(text):
             start, end = match.span(1)
             if self.forbids(match[1], match[1], marked[start:end]):
@@ -63,12 +63,12 @@ class ControlTokens:
 
 
 class AddedTokens:
-    """The added tokens of a tokenizer, of which some are control tokens."""
+    """The added tokens of a tokenizer, some of which are control tokens."""
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         added = [token for token in library.get_added_tokens_decoder().values() if len(token.content.strip()) > 1]
         self._special = frozenset(token.content for token in added if token.special)
-        # A word that is a token is not a marker because a template has the word in a sentence.
+        # Tokens that begin or end with a letter or digit are no markers: a template may have such a word in a sentence.
         self._others = [token.content for token in added if not token.special and _is_framed(token.content)]
         self.control_tokens = lru_cache(maxsize=8)(self._control_tokens)
 
@@ -109,7 +109,7 @@ def _interiors(tokens: frozenset[str], literals: Sequence[str]) -> set[str]:
 
 
 def longest_of(texts: Sequence[str], depth: int = 0) -> str:
-    """Return a regular expression of the longest of some texts that is there; where none is, it fails after few steps.
+    """Return a regular expression that matches the longest of some texts; without a match, it fails after few steps.
 
     Texts with a common beginning are tried together, up to a depth that the library's recursion allows.
     """

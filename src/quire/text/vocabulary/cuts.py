@@ -30,16 +30,16 @@ import tokenizers
 from quire.text.vocabulary.components import added_tokens, byte_alphabet, normalizers, pre_tokenizers, steps
 from quire.text.vocabulary.patterns import GPT2, Unsupported, WordEnds
 
-# A position after a letter or a digit and before another character, or between a letter and a digit.
+# A position between a letter or digit and a character of another kind, or between a letter and a digit.
 CANDIDATE = re.compile(r"[^\W_](?=\W)|[^\W\d_](?=\d)")
-# Maximum number of pairs that are tried in one part of a text, and characters of a part.
+# Maximum number of pairs that are tried in one part of a text, and number of characters of a part.
 MAX_TRIES = 256
 PART_CHARS = 1 << 16
 BEHAVIORS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous", "Removed")
 BYTES = {byte: char for char, byte in byte_alphabet().items()}
 
 Pair = tuple[str, str]
-# Returns a pair after a normalizer's step; None where the step may depend on both characters.
+# Returns a pair after a normalizer's step; None if the step may depend on both characters.
 Step = Callable[[str, str], Pair | None]
 
 
@@ -48,7 +48,7 @@ class Cuts:
 
     def __init__(self, library: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
         self._library = library
-        # A text in which a pair of characters is looked for; made now, since that takes long.
+        # A text in which pairs of characters are searched; built here, since it takes long.
         self._all_tokens = "\n\0\n".join(tokens) if _has_plain_merges(library.model) else ""
         self._pairs, self._ends = _added(library)
         self.can_cut = lru_cache(maxsize=1 << 14)(self._can_cut)
@@ -108,7 +108,7 @@ class Cuts:
 
 
 def _has_plain_merges(model: Any) -> bool:
-    """Return whether a model divides a word by merges alone, which make the tokens as they are written."""
+    """Return whether a model divides a word by merges alone, without prefixes or suffixes in its tokens."""
     if not isinstance(model, tokenizers.models.BPE) or model.ignore_merges:
         return False
     return not model.continuing_subword_prefix and not model.end_of_word_suffix
@@ -137,13 +137,13 @@ def _is_settled(char: str) -> bool:
 
 
 def _normalizer(step: dict[str, Any]) -> Step:
-    """Return the effect of a normalizer on a pair."""
+    """Return the function that applies a normalizer to a pair."""
     match step:
         case {"type": "NFC" | "NFD" | "NFKC" | "NFKD" as form}:
             return lambda a, b: (a, b) if all(unicodedata.is_normalized(form, char) for char in (a, b)) else None
         case {"type": "Lowercase"}:
             return lambda a, b: (a.lower(), b) if len(a.lower()) == 1 else None
-        # They act at the ends of a text only, where pieces have a letter.
+        # They act only at the ends of a text, and a piece has a letter at a cut.
         case {"type": "Prepend" | "Strip"}:
             return lambda a, b: (a, b)
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
@@ -154,7 +154,7 @@ def _normalizer(step: dict[str, Any]) -> Step:
 
 
 def _check_processors(library: tokenizers.Tokenizer) -> None:
-    """Refuse a tokenizer whose templates do more than add special tokens around a text."""
+    """Refuse a tokenizer whose templates do not contain the text exactly once."""
     for step in steps(library.post_processor, "processors"):
         if step["type"] == "TemplateProcessing" and sum("Sequence" in part for part in step["single"]) != 1:
             raise Unsupported("a template with another number of texts than one")
@@ -178,7 +178,7 @@ def _as_bert(a: str, b: str, *, lowers: bool) -> Pair | None:
 def _divisions(steps: list[dict[str, Any]]) -> Callable[[str, str], tuple[bool, Pair] | None]:
     """Return a function that returns whether a word begins between the characters of a pair, and the changed pair.
 
-    The function returns None where a step may depend on both sides, or find other words elsewhere.
+    The function returns None if a step may depend on both sides, or find other words elsewhere.
     """
     divisions = [_division(step, is_first=not idx) for idx, step in enumerate(steps)]
     last_bytes = next((idx for idx, step in enumerate(steps) if step["type"] == "ByteLevel"), len(steps))
@@ -210,7 +210,7 @@ def _division(step: dict[str, Any], *, is_first: bool) -> Callable[[str, str], t
             return lambda a, b: _as_split(split, behavior, a, b)
         case {"type": "Split", "pattern": {"String": text}, "behavior": behavior, "invert": False}:
             return lambda a, b: (False, (a, b)) if behavior in BEHAVIORS and not (a in text and b in text) else None
-        # They divide by each character alone.
+        # They divide at single characters, independent of the context.
         case {"type": "Digits" | "Punctuation"}:
             return lambda a, b: (False, (a, b))
         case {"type": "Whitespace" | "WhitespaceSplit" | "BertPreTokenizer"}:

@@ -1,6 +1,6 @@
-"""Tokenization of long texts in pieces: in bounded memory, and with an early end where there are too many tokens.
+"""Tokenization of long texts in pieces: in bounded memory, and with an early end if there are too many tokens.
 
-The library takes at least 140 bytes for each byte of a text, and returns tokens only when it has all of them.
+The library takes at least 140 bytes for each byte of a text, and returns no tokens before the end of the text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TooManyTokens(Exception):
 
     Args:
         num_tokens: lower bound on the number of tokens.
-        is_exact: True where `num_tokens` is the exact number.
+        is_exact: True if `num_tokens` is the exact number.
     """
 
     def __init__(self, num_tokens: int, *, is_exact: bool = False) -> None:
@@ -61,7 +61,7 @@ def prompt_errors(text: str | list[str]) -> Iterator[None]:
         raise InvalidParameter("prompt", text, f"text that the tokenizer can express ({error})") from error
 
 
-# Tokenizes the text between two positions after a lead, whose tokens are among those that it returns.
+# Returns the tokens of a lead (the third argument) and of the text between two positions.
 EncodePart = Callable[[int, int, str], list[int]]
 
 
@@ -121,7 +121,7 @@ class LongTexts:
 
     @cached_property
     def _num_lead(self) -> int:
-        """The number of tokens of the lead letter; 0 where the model has none."""
+        """The number of tokens of the lead letter; 0 if the model has no token for it."""
         try:
             return len(self._encode(self._cuts.lead))
         except Exception:  # the library raises nothing narrower
@@ -144,5 +144,5 @@ class LongTexts:
         num_bytes = len(piece.encode())
         if num_bytes <= self._max_uncut or num_bytes > MAX_UNCUT_BYTES:
             return num_bytes <= self._max_uncut
-        # The normalizer may lengthen some characters a lot, but few texts have them.
+        # The normalizer may lengthen some characters much, but few texts have these characters.
         return normalized_bytes(self._library, piece) <= MAX_NORMALIZED_BYTES

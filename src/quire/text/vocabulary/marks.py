@@ -1,10 +1,10 @@
-"""Marks in the texts of clients, which show in a rendered prompt which characters are a client's.
+"""Marks in the texts of clients, which identify clients' characters in a rendered prompt.
 
 A control token in a prompt is the template's only if the template wrote all of it. Templates trim texts, cut and join
-them, and write them as JSON, so positions in a text say nothing about positions in the prompt. Instead, the characters
-with which control tokens begin or end are replaced by marks in the texts of clients before the template sees them, one
-for one. Marks are lone surrogates, which a prompt cannot contain otherwise, since they are not Unicode text. A marked
-text compares with other texts, and is searched and cut, as the text that it stands for.
+them, and write them as JSON, so positions in a text say nothing about positions in the prompt. Instead, before
+the template is rendered, each character of clients' texts with which a control token begins or ends is replaced by a
+mark. Marks are lone surrogates, which a prompt cannot contain otherwise, since they are not Unicode text. A marked text
+is compared, searched and cut like the unmarked text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, SupportsIndex
 
-# First marks of texts in which all control tokens are sanitized, and of those in which some stay.
+# First mark of texts in which all control tokens are sanitized, and first mark of texts in which some stay.
 STRICT, LENIENT = 0xD800, 0xDC00
 MAX_CHARS: Final = LENIENT - STRICT
 SURROGATE: Final = re.compile("[\ud800-\udfff]")
-# A surrogate as JSON and Python escape it; a pair of backslashes is none.
+# An escaped surrogate in JSON or Python; a pair of backslashes is matched first, since it begins no escape.
 ESCAPED: Final = re.compile(r"(\\\\)|\\u(d[89a-f][0-9a-f]{2})")
 # Characters that are replaced in one call, which holds the interpreter's lock.
 PART_CHARS: Final = 1 << 16
@@ -30,8 +30,8 @@ class MarkedTexts(NamedTuple):
 
     Args:
         edges: characters that get a mark wherever they occur.
-        interiors: texts that get a mark on their first character: a template writes the rest of control tokens around
-            them.
+        interiors: texts that get a mark on their first character, because a template writes the rest of a control token
+            around them.
     """
 
     edges: str
@@ -51,11 +51,11 @@ class Marks:
         self._interiors = frozenset(wanted.interiors)
 
     def remove(self, text: str) -> str:
-        """Return the text that a marked text stands for."""
+        """Return a text with characters in place of its marks."""
         if len(text) > PART_CHARS:
             parts = range(0, len(text), PART_CHARS)
             return "".join(self.remove(str.__getitem__(text, slice(start, start + PART_CHARS))) for start in parts)
-        # For the few marks that there are, this takes a hundredth of the time of `str.translate`.
+        # There are few marks, so this takes a hundredth of the time of `str.translate`.
         for mark, char in self.plain.items():
             text = str.replace(text, chr(mark), char)
         return text
@@ -70,7 +70,7 @@ class Marks:
         return ESCAPED.sub(unescaped, text)
 
     def put(self, value: Any, *, first: int = STRICT) -> Any:
-        """Return a JSON value with marks in its texts; the value itself where none has any."""
+        """Return a JSON value with marks in its texts; the value itself if it gets no mark."""
         if isinstance(value, str):
             return self._put(value, first)
         copy: Any = value
@@ -103,7 +103,7 @@ class Marks:
         return text
 
     def with_marks(self, text: str) -> str:
-        """Return a text, as one of `text_type` if it has marks."""
+        """Return a text as `text_type` if it has marks."""
         return text if text.isascii() or SURROGATE.search(text) is None else self.text_type(text)
 
     @cached_property
@@ -112,16 +112,16 @@ class Marks:
         return _text_type(self)
 
 
-# Characters that Jinja's filter `escape` replaces, so that what it writes is a part of no token.
+# Characters that Jinja's filter `escape` replaces: they are unmarked before, since their escapes are in no token.
 HTML: Final = "&<>'\""
-# Methods of strings that only tell something about a text.
+# Methods of strings that return a property of the text, such as a position.
 ASKING: Final = (
     *("__contains__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"),
     *("startswith", "endswith", "find", "rfind", "index", "rindex", "count"),
     *("isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric"),
     *("isprintable", "isspace", "istitle", "isupper"),
 )
-# Methods that return a text in which each mark of the text stays.
+# Methods that return a text and keep all marks.
 CHANGING: Final = (
     *("capitalize", "casefold", "center", "expandtabs", "join", "ljust", "lower", "rjust", "swapcase", "title"),
     *("upper", "zfill", "__mod__", "__mul__", "__rmul__", "__getitem__"),
@@ -129,7 +129,7 @@ CHANGING: Final = (
 
 
 def _text_type(marks: Marks) -> type[str]:
-    """Return the type of texts with some marks."""
+    """Return the type of texts with these marks."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -137,7 +137,7 @@ def _text_type(marks: Marks) -> type[str]:
         return marks.remove(value) if isinstance(value, str) else value
 
     class Marked(str):
-        """A marked text; what its methods cut from it, and make with it, is marked too."""
+        """A marked text; its methods return marked texts too."""
 
         __slots__ = ()
 
@@ -200,7 +200,7 @@ def _text_type(marks: Marks) -> type[str]:
             return whole if pos < 0 else (self[:pos], self[pos : pos + length], self[pos + length :])
 
         def _cut(self, pieces: list[str], sep: str | None) -> list[str]:
-            """Return the pieces of the text that are those of the plain text, in order."""
+            """Return the marked pieces that correspond to pieces of the plain text, in order."""
             cut, text, end = list[str](), plain(self), 0
             for piece in pieces:
                 start = text.index(piece, end) if sep is None else end

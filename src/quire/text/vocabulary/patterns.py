@@ -1,9 +1,9 @@
-r"""Known regular expressions of pre-tokenizers, and where they end a word: a text can be cut there.
+r"""Known regular expressions of pre-tokenizers, and the ends of their words, at which a text can be cut.
 
-An expression is known if all its alternatives are. These are the ones of GPT-2, cl100k, o200k, Llama 3, Qwen, Tekken,
-DeepSeek and Falcon, as checkpoints and GGUF files spell them. A match that has a letter or a digit does not go on to
-white space or punctuation but an apostrophe, nor from a letter to a digit, and does not look ahead there; only runs of
-East Asian characters may have punctuation, and go on behind a cut as they would without it.
+An expression is known if all its alternatives are. The alternatives are from GPT-2, cl100k, o200k, Llama 3, Qwen,
+Tekken, DeepSeek and Falcon, as checkpoints and GGUF files spell them. A match with a letter or a digit ends before
+white space, before punctuation except an apostrophe, and between a letter and a digit, without looking ahead. Only runs
+of East Asian characters may contain punctuation; they continue after a cut as they would without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 _CONTRACTIONS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _MARK: Final = r"[^\r\n\p{L}\p{N}]?"
-# Alternatives by the characters that each matches wherever one is: all letters, all numbers, or neither.
+# Alternatives by the category of characters that they match in any context: all letters, all numbers, or neither.
 _PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "L": (
@@ -63,7 +63,7 @@ class WordEnds:
         self._kinds = frozenset(kinds)
 
     def ends(self, a: str, b: str) -> bool | None:
-        """Return whether a word ends between two adjacent characters in any context."""
+        """Return True if a word ends between two adjacent characters in any context; else False, or None if unknown."""
         kind, after = unicodedata.category(a)[0], unicodedata.category(b)
         is_apart = b in " \n" or (after[0] == "P" and b != "'") or (kind == "L" and after == "Nd")
         return kind in self._kinds if kind in ("L", "N") and is_apart else None

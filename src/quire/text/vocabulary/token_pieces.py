@@ -10,7 +10,7 @@ class TokenPiece(NamedTuple):
     """A token as a part of a text.
 
     Args:
-        data: bytes that the token adds after the beginning of a text; none for an id without a token.
+        data: bytes that the token adds to a text, except at its beginning; none for an id without a token.
         is_token: False for an id without a token, which adds nothing to a text.
         is_special: True for a special token, which a text may leave out.
         is_fallback_byte: True for a raw byte of a tokenizer with byte fallback, for example `<0x0A>`.
