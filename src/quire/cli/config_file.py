@@ -17,7 +17,7 @@ FLAG = "--config"
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:
-    """Add the flag, which `with_config_file` has read before the parser sees it."""
+    """Add the flag for the help; `with_config_file` reads the file before the arguments are parsed."""
     parser.add_argument(
         FLAG,
         metavar="FILE",
@@ -34,7 +34,7 @@ def with_config_file(arguments: list[str], parser: argparse.ArgumentParser) -> l
         return arguments
     try:
         path = finder.parse_known_args(arguments)[0].config
-    except argparse.ArgumentError:  # without a file, which the command's own parser refuses
+    except argparse.ArgumentError:  # no file name, which the command's own parser refuses
         return arguments
     if path is None:
         return arguments

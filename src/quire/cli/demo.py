@@ -33,7 +33,7 @@ SHORT_MAX_TOKENS = 32
 
 
 def run(llm: LLM, given: dict[str, Any]) -> int:
-    """Run all conversations turn by turn, then several samples of one prompt, and report the use of memory.
+    """Run all conversations turn by turn, then several samples of one prompt; report the use of memory.
 
     Args:
         llm: engine with a chat model.

@@ -31,9 +31,9 @@ class Finding:
 
     Args:
         name: name of the checked part.
-        status: "ok", "warn" where a part is slow or missing, "fail" where Quire cannot work.
+        status: "ok", "warn" if a part is slow or missing, "fail" if Quire cannot work.
         detail: description of the result.
-        advice: remedy, "" where none is needed.
+        advice: remedy, "" if none is needed.
     """
 
     name: str
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         check_machine,
         check_bundled_model,
     ):
-        # Later checks need the parts that an earlier one has found missing.
+        # Later checks need the part that an earlier one has found missing.
         if any(finding.status == FAIL for finding in findings):
             break
         for finding in _safely(check):
@@ -93,7 +93,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Check the versions of Quire's dependencies."""
+    """Check that Quire's dependencies are installed, and report their versions."""
     try:
         requirements = metadata.requires("quire") or []
     except metadata.PackageNotFoundError:
@@ -113,7 +113,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_torch() -> Iterator[Finding]:
-    """Check PyTorch, and the processor features that it uses."""
+    """Check PyTorch and the processor features that it uses."""
     import torch
 
     from quire.ops.pytorch.torch_ops import packing_works
@@ -135,7 +135,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Check the native kernels, and the best level of them that this processor runs."""
+    """Check the native kernels, and report the best level of instructions that this processor runs."""
     from quire.ops.cpu.native_library import find_library, runnable_libraries
 
     found = find_library()
@@ -158,7 +158,7 @@ def check_device() -> Iterator[Finding]:
 
 
 def check_machine() -> Iterator[Finding]:
-    """Check memory and cores, limits of control groups included."""
+    """Check memory and cores, including limits of control groups."""
     from quire.platform.host_probe import probe
 
     machine = probe("cpu")
@@ -173,7 +173,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_bundled_model() -> Iterator[Finding]:
-    """Check the bundled model by a question about its name."""
+    """Check the bundled model by asking for its name."""
     folder = files("quire.models") / "bundled"
     missing = [name for name in BUNDLED_FILES if not (folder / name).is_file()]
     if missing:

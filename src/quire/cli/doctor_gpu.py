@@ -1,4 +1,4 @@
-"""The GPU for `quire doctor`: memory, dtypes, and the kernels that it would run."""
+"""The check of the GPU for `quire doctor`: memory, dtypes, and kernels."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from quire.config import GIB, CacheConfig
 
 
 class GPU(NamedTuple):
-    """A GPU as torch describes it.
+    """The properties of a GPU, from torch and Triton.
 
     Args:
-        name: name.
+        name: name of the GPU.
         capability: compute capability.
         num_processors: number of streaming multiprocessors.
-        total_bytes: all its memory.
-        free_bytes: memory that nobody has.
-        triton: version of Triton; None where it cannot be imported.
-        is_interpreted: whether Triton would interpret its kernels on the CPU.
+        total_bytes: size of the memory.
+        free_bytes: size of the free memory.
+        triton: version of Triton; None if it cannot be imported.
+        is_interpreted: True if Triton would interpret its kernels on the CPU.
     """
 
     name: str
@@ -30,7 +30,7 @@ class GPU(NamedTuple):
 
 
 def find_gpu() -> GPU | None:
-    """Return the GPU that models would run on; None where torch finds none."""
+    """Return the GPU on which models would run; None if torch finds none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -47,7 +47,7 @@ def find_gpu() -> GPU | None:
 
 
 def describe(gpu: GPU) -> list[tuple[str, bool, str, str]]:
-    """Return what was found: name, whether it is as it should be, description, and advice."""
+    """Return the findings: name, True if it is as it should be, description, and advice."""
     major, minor = gpu.capability
     has_bfloat16 = gpu.capability >= (8, 0)
     share = CacheConfig().gpu_memory_utilization

@@ -16,14 +16,14 @@ from quire.errors import ConfigError
 
 
 def checked_engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of an engine for `LLM(...)`, checked."""
+    """Return the checked options of an engine for `LLM(...)`."""
     options = drop_neutral(engine_options(args))
     check_files(EngineConfig.from_options(**options))
     return options
 
 
 def check_files(config: EngineConfig) -> None:
-    """Check that packages are installed, models there and of a known architecture, and that folders can be written."""
+    """Check that packages are installed, that models exist and are supported, and that folders can be written."""
     from quire.models.checkpoints.checkpoint import check_weights, find_gguf, read_config
     from quire.models.families import read_model
     from quire.models.families.quantization_config import check_stored_method, without_quantization
@@ -33,7 +33,7 @@ def check_files(config: EngineConfig) -> None:
     for model in filter(None, (config.model.model, config.speculative.draft_model)):
         known = revision if model == config.model.model else None
         path = Path(model).expanduser()
-        # The header of a GGUF file may take long to read, and one on the hub (NAME:QUANTISATION) long to fetch.
+        # GGUF is skipped: a header may take long to read, and a file on the hub (NAME:QUANTISATION) long to fetch.
         if (":" in model and not path.exists()) or find_gguf(model, known) is not None:
             continue
         raw = read_config(model, known)
@@ -51,7 +51,7 @@ def check_files(config: EngineConfig) -> None:
 
 
 def _check_packages(config: CacheConfig) -> None:
-    """Check that the packages of options are installed; where they are used, the model has been loaded."""
+    """Check that the packages of options are installed; otherwise the error would come after the model is loaded."""
     wanted = [name for name in ("prefix_cache_dir", "prefix_cache_url") if getattr(config, name) is not None]
     if config.kv_events is not None:
         wanted.append("kv_events_config")
@@ -60,6 +60,6 @@ def _check_packages(config: CacheConfig) -> None:
 
 
 def _can_be_written(folder: Path) -> bool:
-    """Return whether a folder can be written, or made where it does not exist."""
+    """Return whether a folder can be written, or created if it does not exist."""
     known = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return known.is_dir() and os.access(known, os.W_OK | os.X_OK)

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(output: RequestOutput) -> dict[str, Any]:
-    """Return an output, or a delta, as JSON values."""
+    """Return an output or a delta as JSON values."""
     account = output.prompt_account
     shown: dict[str, Any] = {
         "index": int(output.request_id),
@@ -150,7 +150,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts_file == "-" or (not prompts and args.prompts_file is None and _has_piped_input()):
         prompts += [line for line in sys.stdin.read().splitlines() if line.strip()]
         if not prompts and args.prompts_file is None:
-            # A script whose prompts have gone missing must not take the demonstration for answers.
+            # A script that sends no prompts by mistake must not take the demonstration for answers.
             raise ConfigError(
                 "standard input is a pipe or a file without a prompt; --demo shows the demonstration", field="prompt"
             )

@@ -1,4 +1,4 @@
-"""`quire inspect`: the content of a checkpoint, and how it would be served, without loading it."""
+"""`quire inspect`: reports the content of a checkpoint and the form in which it would be served, without loading it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _read_ends(checkpoint: Checkpoint) -> tuple[tuple[EndToken, ...], str]:
     try:
         return find_ends(checkpoint, open_tokenizer(ModelConfig(), checkpoint)), ""
     except QuireError as error:
-        # A folder may have no tokenizer: it is served with another one, or without.
+        # A folder without a tokenizer can be served with another one, or with none.
         return find_ends(checkpoint, None), "" if checkpoint.gguf_fields is None else str(error)
 
 

@@ -23,14 +23,14 @@ EXIT_INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line: the usage of `serve` has thirty."""
+    """A parser whose errors are one line without the usage, which has thirty lines for `serve`."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {message}; {self.prog} --help has the options\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command and its subcommands; each sets `handler`."""
+    """Return the parser of the command and its subcommands; each subcommand sets `handler`."""
     parser = _Parser(prog="quire", description="Serve large language models from paged memory.")
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _usage(name: str, parser: argparse.ArgumentParser) -> str:
-    """Return the usage of a command in one line; argparse's own has a line for every three options."""
+    """Return the usage of a command in one line; argparse would write a line for every three options."""
     words = [
         f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar)
         for action in parser._actions
@@ -55,9 +55,9 @@ def _usage(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments after `quire`; None takes those of the process."""
+    """Parse the arguments after `quire`; None takes the process's arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    # A command of two words; with subparsers, `bench` would take a model's name for a command.
+    # A command of two words is joined: with nested subparsers, `bench` would read a model's name as a subcommand.
     if (name := " ".join(arguments[:2])) in (bench_serve.NAME, bench_quality.NAME):
         arguments[:2] = [name]
     parser = build_parser()
@@ -73,7 +73,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         actions = commands.choices[args.command]._option_string_actions
         known = [flag for flag, action in actions.items() if action.help is not argparse.SUPPRESS]
         refuse_unknown(args.command, unknown, known)
-    # A command that starts others of its kind passes its arguments on.
+    # `serve` passes its arguments on to its replicas.
     args.arguments = arguments[1:]
     if hasattr(args, "model_flag"):
         args.model = args.model_flag
@@ -84,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: arguments after `quire`; None takes those of the process.
+        argv: arguments after `quire`; None takes the process's arguments.
 
     Returns:
-        The exit code: 0, 1 where a check failed, 2 for a user's mistake, 130 for Ctrl-C.
+        The exit code: 0, 1 if a check failed, 2 for a user's mistake, 130 for Ctrl-C.
     """
     try:
         args = parse_args(argv)

@@ -1,4 +1,4 @@
-"""Command line flags, generated from the fields and docstrings of the configuration so that none is missing."""
+"""Command line flags, generated from the fields and docstrings of the configuration, so that none is missing."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from quire.sequences.params import SamplingParams
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-# The flag --seed is the engine's seed.
+# Fields whose flags have other names; --seed is the engine's seed.
 RENAMED = {("SamplingParams", "seed"): "request_seed"}
 # Fields in bytes whose names do not end with "_bytes".
 SIZES = frozenset({"swap_space"})
-# Fields of one text or several.
+# Fields of one or several texts.
 SEVERAL = frozenset({"served_model_name"})
-# Fields of whole numbers that are no token ids.
+# Fields of whole numbers that are not token ids.
 COUNTS = frozenset({"cudagraph_capture_sizes", "piecewise_cudagraph_capture_sizes"})
 # Other names of flags, from vLLM.
 ALIASES = {
@@ -49,7 +49,7 @@ ALIASES = {
     "pipeline_parallel_size": ("-pp",),
     "distributed_timeout_s": ("--distributed-timeout-seconds",),
 }
-# Beginning of the parsed names of options that only vLLM has: a command may have one of the same name.
+# Prefix of the parsed names of options that only vLLM has, since a command may have an option of the same name.
 FOREIGN = "foreign_"
 # Short forms of vLLM's flags.
 FOREIGN_SHORT = {"data_parallel_size": ("-dp",)}
@@ -72,9 +72,9 @@ class Flag:
         field: name of the field.
         dest: name in the parsed arguments; the flag is this name with dashes.
         hint: type of the field, without None.
-        is_optional: True where None is a valid value.
-        help: description of the field in the docstring, in the words of a shell, with the default.
-        choices: valid values of the field, where they are fixed.
+        is_optional: True if None is a valid value.
+        help: description of the field from the docstring, adapted for shells, with the default.
+        choices: valid values of the field, if they are fixed.
         nargs: number of values that follow the flag, in argparse's form; None for one.
     """
 
@@ -114,7 +114,7 @@ def add_engine_options(
 
 
 def add_foreign_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of vLLM that do not exist here, unseen in the help; the configuration ignores or refuses them.
+    """Add the flags of vLLM that do not exist here, hidden in the help; the configuration ignores or refuses them.
 
     Flags that the parser already has are left out.
     """
@@ -139,7 +139,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int | None
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the given flags of the configuration as the flat options of `EngineConfig.from_options`."""
+    """Return the given flags of the configuration as flat options for `EngineConfig.from_options`."""
     given = {name: value for config in GROUPS for name, value in _given(args, config).items()}
     if hasattr(args, "speculative_config"):
         given["speculative_config"] = args.speculative_config
@@ -147,7 +147,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the given flags of sampling as the arguments of `SamplingParams`."""
+    """Return the given flags of sampling as arguments of `SamplingParams`."""
     return _given(args, SamplingParams)
 
 
@@ -157,7 +157,7 @@ def sampling_parameters() -> list[str]:
 
 
 def read_sampling_parameter(name: str, text: str) -> Any:
-    """Return the value of a sampling parameter that is written as after its flag."""
+    """Parse the value of a sampling parameter, written as after its flag."""
     flag = next((flag for flag in _flags(SamplingParams) if flag.field == name), None)
     if flag is None:
         near = get_close_matches(name, sampling_parameters(), n=1)
@@ -185,7 +185,7 @@ def parse_size(text: str) -> int:
 
 
 def refuse_unknown(command: str, unknown: list[str], known: Collection[str]) -> NoReturn:
-    """End the command for unknown arguments, with the nearest known flag, a hint for one of vLLM's, or its help."""
+    """End the command because of unknown arguments; suggest the nearest flags, or explain flags of vLLM."""
     hints = ""
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
         name = flag.removeprefix("--").replace("-", "_")
@@ -211,17 +211,17 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """Parse whole numbers with commas between them."""
+    """Parse whole numbers that are separated by commas."""
     return tuple(_integer(part) for part in text.split(","))
 
 
 def _given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    # Absent flags have no attribute.
+    # Flags that were not given have no attribute.
     return {flag.field: getattr(args, flag.dest) for flag in _flags(cls) if hasattr(args, flag.dest)}
 
 
 def _flags(cls: type, defaults: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Flag]:
-    """Yield the flags of a dataclass; `defaults` are shown in place of those of its fields."""
+    """Yield the flags of a dataclass; `defaults` are shown in place of the fields' defaults."""
     hints, helps = get_type_hints(cls), _help_of(cls)
     for field in fields(cls):
         if field.init and field.metadata.get("has_flag", True):
@@ -277,7 +277,7 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
 
 
 def _for_shells(text: str) -> str:
-    """Return the description of a field with flags in place of fields, and without Python's None."""
+    """Return the description of a field with flags in place of names of fields, and without Python's None."""
     text = re.sub(r"(?<=\. )None (?:takes )?", "By default ", text)
     text = re.sub(r"(?<=; )None for ", '"none" for ', text)
     text = re.sub(r"(?<=; )None (?:takes )?", "by default ", text)
@@ -285,7 +285,7 @@ def _for_shells(text: str) -> str:
 
 
 def _flag_name(name: str) -> str:
-    """Return the flag of an engine option; another name as it is."""
+    """Return the flag of an option or parameter; any other name unchanged."""
     if name == "model":
         return "MODEL"
     names = {*option_sections(), *(item.name for item in fields(SamplingParams))}
@@ -297,7 +297,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _with_default(text: str, name: str, default: Any) -> str:
-    """Return the description of a field with its default, unless the description says what happens by default."""
+    """Return the description of a field with its default, unless the description mentions a default."""
     if "default" in text.lower():
         return text
     if isinstance(default, bool):
@@ -312,7 +312,7 @@ def _with_default(text: str, name: str, default: Any) -> str:
 
 
 def shown_size(num_bytes: int) -> str:
-    """Return a number of bytes as `parse_size` reads it, in the largest unit that divides it."""
+    """Return a number of bytes in the syntax of `parse_size`, with the largest unit that divides it."""
     for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if num_bytes and num_bytes % (1 << shift) == 0:
             return f"{num_bytes >> shift}{unit}"
@@ -370,7 +370,7 @@ def _help_of(cls: type) -> dict[str, str]:
 
 
 def _docstring(cls: type) -> str:
-    """Return a class' docstring, from its source where `python -OO` has removed it from the class."""
+    """Return a class' docstring, from the source if `python -OO` has removed it."""
     if sys.flags.optimize < 2:
         return inspect.getdoc(cls) or ""
     (definition,) = ast.parse(inspect.getsource(cls)).body

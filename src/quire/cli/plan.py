@@ -1,4 +1,4 @@
-"""`quire plan`: the KV memory of a model, and the sequences that fit into it, from the model's configuration alone."""
+"""`quire plan`: computes the KV memory of a model and the sequences that fit, from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _gpu_bytes(name: str, memory_bytes: int | None, device: str) -> int:
 
 
 def _decode_rates(plan: MemoryPlan, config: EngineConfig, gpu: str) -> list[float | None]:
-    """Return the tokens in a second of as many sequences of each length as run at once; None where none does."""
+    """Return the decoding rate for each length, with as many sequences as fit, in tokens/s; None if none fits."""
     from quire.measurement.bench.simulated_engine import roofline_of
     from quire.measurement.simulation.replicas.step_time import StepItem
 

@@ -1,4 +1,4 @@
-"""`quire route`: one address before several servers, which routes requests by what their caches hold."""
+"""`quire route`: a proxy for several servers, which routes requests by the contents of their caches."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pass requests on until a stop signal arrives.
+    """Route requests until a stop signal arrives.
 
     Raises:
         ConfigError: an option is unusable.

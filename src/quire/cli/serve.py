@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     server_config = read_server_config(args)
     if "*" in server_config.allow_origins and server_config.api_key is None:
         logging.warning("--allow-origin '*' without --api-key: every page that a browser here opens can use the server")
-    # Offline the queue is the user's own and unlimited; a server's is limited.
+    # The queue of an offline engine is unlimited; the queue of a server is limited.
     given = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN, **options.engine_options(args)}
     engine_config = EngineConfig.from_options(**given)
     if engine_config.lora.merge_lora and server_config.allow_runtime_lora_updating:
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
         if place is not None and place.rank > 0:
             from quire.engine.startup.start import load
 
-            load(engine_config)  # the process ends there, with rank 0, which serves
-    # The address comes before the engine, whose import takes seconds, and the model, which may take minutes.
+            load(engine_config)  # serves plans of rank 0 until rank 0 ends, and then exits
+    # The address is bound first, since the import of the engine takes seconds, and loading may take minutes.
     with bind_server(server_config) as listener:
         if args.replicas != 1:
             from quire.fleet.local_fleet import serve_replicas

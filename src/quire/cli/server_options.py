@@ -1,4 +1,4 @@
-"""Options of a server: of its address, which the proxy shares, and of what `quire serve` does with requests."""
+"""Options of a server: address options, which the proxy has too, and all other options of `quire serve`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerCo
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `quire serve` beside those of the engine."""
+    """Add the options of `quire serve` that are not options of the engine."""
     group = parser.add_argument_group("server options")
     defaults = ServerConfig()
     add_address(group, defaults.port)
@@ -44,7 +44,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_address(group: argparse._ActionsContainer, port: int) -> None:
-    """Add the options of the address, and of encrypted connections."""
+    """Add the options of the address and of encrypted connections."""
     host = ServerConfig().host
     group.add_argument("--host", default=host, help=f"address to listen on; an open one needs a key (default {host})")
     group.add_argument(
@@ -78,7 +78,7 @@ def add_log_level(group: argparse._ActionsContainer) -> None:
 
 
 def _add_formats(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
-    """Add the formats of tool calls and of thinking; the configuration checks their names, vLLM's included."""
+    """Add the formats of tool calls and of thinking; the configuration checks their names, including vLLM's."""
     group.add_argument(
         "--tool-call-parser",
         metavar="{" + ",".join(TOOL_CALL_PARSERS) + "}",
@@ -210,7 +210,7 @@ def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
 
 
 def read_server_config(args: argparse.Namespace) -> ServerConfig:
-    """Return the options of a server that `add_server_options` has added."""
+    """Return the values of the options of `add_server_options`."""
     return ServerConfig(
         host=args.host,
         port=args.port,

@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.errors import ConfigError, QuireError
 from quire.sequences.structured import StructuredOutputs
 
-# Field of an error -> the flag.
+# Field of an error -> its flag.
 FLAGS = {
     "structured_outputs.json": "--json-schema",
     "structured_outputs.json_object": "--json-object",
@@ -45,7 +45,7 @@ def structured_options(args: argparse.Namespace) -> dict[str, StructuredOutputs]
 
 
 def with_flag(error: QuireError) -> str:
-    """Return the message of an error, which names the flag in place of the field that it sets."""
+    """Return the message of an error, with the flag in place of the field that it sets."""
     field = getattr(error, "field", None)
     return str(error).replace(field, FLAGS[field], 1) if field in FLAGS else str(error)
 

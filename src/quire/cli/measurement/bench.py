@@ -1,4 +1,4 @@
-"""`quire bench`: runs a workload offline and reports its speed, and the parts of the time."""
+"""`quire bench`: runs a workload offline, and reports its speed and the parts of its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire bench quality`: a served form of a model beside exact values, as KL divergence, perplexity and agreement."""
+"""`quire bench quality`: compares a served form of a model with exact values: KL divergence, perplexity, agreement."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _greedy(text: str) -> tuple[int, int]:
-    """Parse numbers of prompts and of tokens."""
+    """Parse a number of prompts and a number of tokens, such as 20x32."""
     found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not numbers of prompts and tokens, 1 to 9999, such as 20x32")

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 NAME = "bench serve"
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-# The fields of a shape that a trace does not determine.
+# Fields of a workload's shape that apply to a trace too.
 SHAPE_FIELDS_OF_TRACES = ("num_prompts", "workload_seed")
-# The first tokens of a vocabulary are often special.
+# Synthetic prompts skip the first ids of a vocabulary, which are often special tokens.
 MAX_FIRST_ID = 256
 
 
@@ -125,7 +125,7 @@ async def _drive(
     await client.check()
     if traced is None:
         synthetic = shape.requests(range(min(MAX_FIRST_ID, args.vocab_size // 2), args.vocab_size))
-        # The end of a prompt, reversed: its beginning would be in the server's prefix cache.
+        # The reversed end of a prompt, since its beginning would be in the server's prefix cache.
         await client.choose_form(synthetic[0].prompt[:-9:-1])
         requests = [client.synthetic(request) for request in synthetic]
         form = "prompts as token ids" if client.takes_ids else "prompts as text, since the server takes no token ids"

@@ -1,4 +1,4 @@
-"""`quire simulate`: serves simulated traffic with the real scheduler and memory, over a model of the time of a step."""
+"""`quire simulate`: serves simulated traffic with the real scheduler and memory; only the time of a step is a model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OPTIONS = (
     "preemption_policy",
     "preemption_mode",
 )
-# Those of them that a file of step times has settled.
+# Options that are fixed by a file of step times.
 OPTIONS_OF_MODEL = ("revision", "dtype", "quantization", "max_model_len", "kv_cache_dtype", "gpu_memory_utilization")
 HELP_OF_TRAFFIC = {
     "num_requests": "requests, all turns counted; fewer where sessions end at max_context",
@@ -65,7 +65,7 @@ HELP_OF_TRAFFIC = {
     "num_systems": "system prompts, the first ones more often",
     "max_context": "most tokens of a prompt and its answer",
 }
-# Names in --compare that are shorter than those of the options.
+# Short names in --compare -> names of options.
 SHORT = {
     "eviction": "eviction_policy",
     "policy": "scheduling_policy",
@@ -231,7 +231,7 @@ def _given_shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _traffic(args: argparse.Namespace, shape: TrafficShape | None, block_size: int) -> Callable[[int], TrafficSource]:
-    """Return a function from a seed to the requests; those of a trace are the same for every seed."""
+    """Return a function from a seed to the requests; the requests of a trace do not depend on the seed."""
     from quire.measurement.simulation.trace_file import HASH_BLOCK_TOKENS, TraceTraffic
 
     if shape is not None:
@@ -281,7 +281,7 @@ def _scenario(
 
 
 def _split(args: argparse.Namespace, num_prefill: int) -> PrefillSplit | None:
-    """Return the split of prefill and decoding, None without one."""
+    """Return the split of prefill and decoding, or None."""
     from quire.measurement.simulation.hand_over import PrefillSplit
 
     if not num_prefill:
@@ -312,7 +312,7 @@ def _find(
 
 
 def _variants(compared: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the changes of each variant of --compare, by its name; several options are combined."""
+    """Return the changed options of each variant of --compare by name: all combinations of the values of options."""
     axes: dict[str, dict[str, Any]] = {}
     for text in compared:
         short, sign, values = text.partition("=")
@@ -343,7 +343,7 @@ def _variants(compared: list[str]) -> dict[str, dict[str, Any]]:
 def _draw(
     path: str | None, find: str | None, results: Mapping[str, list[SimulationReport]], found: SearchResult | None
 ) -> None:
-    """Write the chart, if one is asked for."""
+    """Write the chart, if `path` is given."""
     if path is None:
         return
     from quire.measurement.simulation.chart import draw_search, draw_variants

@@ -18,7 +18,7 @@ from quire.measurement.simulation.report import (
 )
 from quire.measurement.simulation.study import SearchResult
 
-# Figure -> its title, and how it is shown.
+# Figure -> its title and its format.
 TITLES = {
     "goodput": ("goodput", "share"),
     "good_request_rate": ("good requests/s", "number"),
@@ -53,7 +53,7 @@ def shown_value(value: float, kind: str) -> str:
 
 
 def shown_estimate(value: Estimate, kind: str) -> str:
-    """Return a mean over seeds with half the width of its interval."""
+    """Return a mean over seeds with half the width of its confidence interval."""
     text = shown_value(value.mean, kind)
     return text if math.isinf(value.half_width) else f"{text} ± {shown_value(value.half_width, kind)}"
 
@@ -75,7 +75,7 @@ def report_lines(reports: Sequence[SimulationReport], level: ServiceLevel, price
 
 
 def comparison_lines(results: Mapping[str, Sequence[SimulationReport]]) -> list[str]:
-    """Return a table of all variants, and what differs from the first one."""
+    """Return a table of all variants, and their differences from the first one."""
     names, base = list(results), next(iter(results.values()))
     means = {name: estimates_of(reports) for name, reports in results.items()}
     rows = [("", *names)]
@@ -113,7 +113,7 @@ def found_lines(what: str, found: SearchResult, share: float) -> list[str]:
 
 
 def figures_of(results: Mapping[str, Sequence[SimulationReport]]) -> dict[str, Any]:
-    """Return the figures of all variants for JSON: the mean, and half the width of the interval or None."""
+    """Return the figures of all variants for JSON: the mean, and half the width of its interval or None."""
     return {
         name or "all": {
             figure: {"mean": value.mean, "half_width": None if math.isinf(value.half_width) else value.half_width}

@@ -9,7 +9,7 @@ from quire.measurement.bench.workloads import Lengths, SyntheticWorkload
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of `SyntheticWorkload`; an absent flag has no attribute."""
+    """Add a flag for every field of `SyntheticWorkload`; a flag that is not given sets no attribute."""
     defaults = SyntheticWorkload()
     group = parser.add_argument_group("workload options")
 
@@ -27,7 +27,7 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
 
 
 def given_shape(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the given flags of a shape as the arguments of `SyntheticWorkload`."""
+    """Return the given flags of a workload's shape as arguments of `SyntheticWorkload`."""
     return {name: getattr(args, name) for name in SyntheticWorkload.__dataclass_fields__ if hasattr(args, name)}
 
 

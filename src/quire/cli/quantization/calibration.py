@@ -1,4 +1,4 @@
-"""Calibration: the layers of a model run one at a time over a text, and each is quantised for its observed inputs."""
+"""Calibration: layers run one at a time over a text, and each layer is quantised for its observed inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP_TOKENS = 2048
 class ObservedLinear:
     """A linear layer that accumulates the Gram matrix of its inputs.
 
-    It is called twice for each step: with its inputs in the original model, then with those in the quantised one.
+    If it is paired, it is called twice for each step: with inputs of the original model, then of the quantised one.
     """
 
     def __init__(self, linear: Linear, width: int, is_paired: bool) -> None:
@@ -71,7 +71,7 @@ class ObservingOps:
         """Do not fuse experts."""
 
     def pack_linear(self, weight: Any, *args: Any, **options: Any) -> Linear:
-        """Pack a weight, and observe the layer."""
+        """Pack a weight; observe the layer if the weight has a name."""
         linear: Linear = self._ops.pack_linear(weight, *args, **options)
         if self.name_of_weight is None:
             return linear
@@ -81,7 +81,7 @@ class ObservingOps:
 
 
 class Calibration:
-    """The hidden states of a text before a layer, and the layers after it."""
+    """Quantises layers in order; has the hidden states of a text before the next layer."""
 
     def __init__(
         self, spec: ModelSpec, weight_map: WeightMap, reader: TensorReader, sequences: Sequence[Sequence[int]]
@@ -114,7 +114,7 @@ class Calibration:
         quantized: dict[str, Tensor] = {}
         for name, sources in here.items():
             observed = ops.linears.pop(name)
-            # Tensors with the same inputs are quantised together: those of all observed layers, or of each expert.
+            # Tensors with the same inputs are quantised together: all tensors of the weight, or of each expert.
             layers = observed[:1] if observed[0].is_paired else observed
             count = len(sources) // len(layers)
             for number, layer in enumerate(layers):

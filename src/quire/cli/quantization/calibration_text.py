@@ -1,4 +1,4 @@
-"""Calibration text, as sequences of tokens."""
+"""The calibration text, as sequences of tokens."""
 
 from __future__ import annotations
 

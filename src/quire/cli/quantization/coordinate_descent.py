@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.cli.quantization.rounding import SHRINKS, Factors, QuantizedMatrix, Scheme, fit
 
-# Share of the mean diagonal that is added to the diagonal, so that inputs that are rare in the text still count.
+# Share of the mean diagonal that is added to the diagonal, so that inputs that are rare in the text count too.
 DAMPING: Final = 0.01
 # Number of rounds over all inputs; more change little.
 SWEEPS: Final = 6

@@ -1,7 +1,7 @@
 """Quantisation of values to the block types of GGUF: the inverse of `quire.models.gguf.block_types`.
 
-Block types of 32 values are rounded as by llama.cpp's reference implementation. For those of 256 values, scales and
-minima are found by least squares, over the codes of several candidate ranges.
+Block types of 32 values are rounded as by llama.cpp's reference implementation. For block types of 256 values, scales
+and minima are found by least squares, over the codes of several candidate ranges.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _halves(codes: Tensor) -> Tensor:
 
 
 def _fields(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes [..., 8 / bits, P] of `bits` bits, those of the first row in the lowest bits."""
+    """Pack codes [..., 8 / bits, P] of `bits` bits, with the first row in the lowest bits."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (codes << shifts).sum(-2, dtype=torch.uint8)
 
@@ -61,7 +61,7 @@ def _divided(values: Tensor, by: Tensor) -> Tensor:
 
 
 def _symmetric(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return scales [N, B, 1] and codes: the value of the largest magnitude gets the lowest code."""
+    """Return scales [N, B, 1] and codes; the value of the largest magnitude gets the lowest code."""
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scales, half = largest / -(1 << bits - 1), 1 << bits - 1
     codes = (_divided(blocks, scales) + (half + 0.5)).trunc_().clamp_(0, 2 * half - 1)
@@ -140,7 +140,7 @@ def _with_mins(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _super_scaled(scales: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return the scale [N, B, 1] of scales [N, B, G], of float16, and their codes, whole numbers up to `most`."""
+    """Return the float16 scale [N, B, 1] of scales [N, B, G], and their codes, whole numbers up to `most`."""
     super_scales = (scales.abs().amax(-1, keepdim=True) / most).half()
     return super_scales, _divided(scales, super_scales.float()).round_().clamp_(-most, most)
 
@@ -151,7 +151,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
     scales = super_scales.float() * scale_codes
     codes = _divided(groups, scales[..., None]).round_().clamp_(-32, 31).add_(32).to(torch.uint8)
     codes = _divide(codes.flatten(-2), 2, 4, 32)
-    # In each half of a block, the codes of the first two groups of 32 are in lower bits than those of the other two.
+    # In each half of a block, the first two groups of 32 codes are in lower bits than the other two.
     low = _halves(codes.flatten(-2)).flatten(-2)
     high = _fields(codes >> 4, 2).flatten(-2)
     return torch.cat([low, high, scale_codes.to(torch.int8).view(torch.uint8), _bytes(super_scales)], -1)

@@ -1,6 +1,6 @@
 """The GGUF representation of a model: metadata fields, and the names and row orders of tensors.
 
-The fields are derived from the model's specification, and parsed again before a file is written: a model is refused if
+The fields are derived from the model's specification, and parsed again before a file is written. A model is refused if
 the parsed specification differs from the original one.
 """
 
@@ -82,18 +82,18 @@ class GGUFLayout:
         self._orders = {name: change.row_order for name, change in changes.items()}
 
     def name_of(self, name: str) -> str:
-        """Return the name in the GGUF file of one of the family's tensors."""
+        """Return the name of a tensor of the checkpoint in the GGUF file."""
         match = _LAYER.fullmatch(name)
         return ENDS[name] if match is None else f"blk.{match[1]}.{LLAMA[match[2]]}.{match[3]}"
 
     def reordered(self, name: str, tensor: Tensor) -> Tensor:
-        """Return one of the family's tensors with its rows in the order of the GGUF file."""
+        """Return a tensor of the checkpoint with its rows in the order of the GGUF file."""
         match = _LAYER.fullmatch(name)
         order = None if match is None else self._orders.get(f"{match[2]}.{match[3]}")
         return tensor if order is None else _inverse(order, tensor)
 
     def check(self, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Parse fields and shapes as they will be parsed from the file, and compare with the model."""
+        """Parse fields and shapes as from the file, and refuse a model that would be read differently."""
         fields = {
             name: struct.unpack("<f", struct.pack("<f", value))[0] if isinstance(value, float) else value
             for name, value in self.fields.items()
@@ -109,7 +109,7 @@ class GGUFLayout:
 
 
 def _differences(read: ModelSpec, spec: ModelSpec) -> Iterator[str]:
-    """Yield the differences between the parsed specification and that of the model."""
+    """Yield the differences between the parsed specification and the model's specification."""
     for name in ("vocab_size", "width", "norm", "tied_head", "max_position", "embedding_scale", "logit_scale"):
         if getattr(read, name) != getattr(spec, name):
             yield f"{name} {getattr(spec, name)}"

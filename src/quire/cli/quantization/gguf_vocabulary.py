@@ -1,7 +1,7 @@
 """The GGUF representation of a tokenizer: the inverse of `quire.text.tokenizers.gguf_tokenizer`.
 
-The tokenizer that would be read from the file is compared with the model's own on sample texts; a tokenizer that
-differs is refused.
+The tokenizer that would be read from the file is compared with the model's tokenizer on sample texts; a tokenizer with
+differences is refused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Seque
         named[CHAT_TEMPLATE] = template.source
         if template.for_tools is not template:
             named[f"{CHAT_TEMPLATE}.tool_use"] = template.for_tools.source
-    lost = {*ends} - {*ends_of_file(named)}  # those with known texts need no field
+    lost = {*ends} - {*ends_of_file(named)}  # tokens with known texts need no field
     if lost:
         raise _refusal(f"with {len(ends)} end tokens, of which the file would lose {shown(sorted(lost))}")
     _check(tokenizer, named)
@@ -95,7 +95,7 @@ def _division(stored: Mapping[str, Any]) -> str:
         takes_words=bool(stored["model"].get("ignore_merges")),
     )
     for name, row in PRE_TOKENIZERS.items():
-        if row._replace(adds_bos=False) == division:  # a field says that
+        if row._replace(adds_bos=False) == division:  # it has a separate field
             return name
     raise _refusal(f"that divides texts by {shown(patterns)}, which has no name in GGUF files")
 
@@ -109,7 +109,7 @@ def _scores(tokens: Sequence[str], merges: Iterable[str]) -> list[float]:
 
 
 def _adds_space(stored: Mapping[str, Any]) -> bool:
-    """Return whether a text gets a space before its first word."""
+    """Return whether the tokenizer adds a space before the first word of a text."""
     kinds = {step["type"]: step for step in (*_steps(stored["normalizer"]), *_steps(stored["pre_tokenizer"]))}
     return "Prepend" in kinds or kinds.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
 
@@ -125,7 +125,7 @@ def _steps(component: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
 
 
 def _check(tokenizer: Tokenizer, fields: Mapping[str, FieldValue]) -> None:
-    """Compare the tokenizer that is built from the fields with the model's own."""
+    """Compare the tokenizer that is built from the fields with the model's tokenizer."""
     try:
         other = Tokenizer.from_files(read_gguf_tokenizer(Path("the file"), fields))
     except QuireError as error:

@@ -1,4 +1,4 @@
-"""The choice of the weights of a checkpoint that are quantised."""
+"""The choice of the weights of a checkpoint that are to be quantised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODULES: Final = frozenset({"qkv", "q", "output", "gate_up", "down", "input"})
 
 
 def linear_weights(weight_map: WeightMap, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, ...]]:
-    """Return the decoder's weights that are quantised, and the tensor names of each."""
+    """Return the names of the decoder's weights that are to be quantised, with the names of their tensors."""
     found = {}
     for name, sources in weight_map.items():
         place, _, kind = name.rpartition(".")

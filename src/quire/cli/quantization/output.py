@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 
 @contextmanager
 def new_output(path: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a temporary path for a new file or folder, which is moved to `path` at the end.
+    """Yield a temporary path for a new file or folder; move the result to `path` at the end.
 
     An exception deletes the incomplete output.
     """

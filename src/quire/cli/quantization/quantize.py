@@ -1,4 +1,4 @@
-"""Quantisation of a checkpoint of 16 or 32 bits to a new, quantised checkpoint."""
+"""Quantisation of a checkpoint of 16 or 32 bits to a new checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quire.models.tensors.dtypes import DTYPES
 
 Method = Literal["calibrated", "rounded"]
 INTEGERS: Final = {"int4": 4, "int8": 8}
-# Called with the number of tensor values that are done, and the total number.
+# Called with the number of tensor values that are written, and the total number.
 Progress = Callable[[int, int], None]
 
 
@@ -43,7 +43,7 @@ class QuantizeOptions:
         method: "calibrated" finds the int4 codes that change outputs least on a text, "rounded" takes the nearest ones.
         group_size: number of inputs that share a scale, for int4.
         symmetric: False for zero points, for int4.
-        dtype: dtype of unquantised tensors and of scales: "auto" for that of the checkpoint, or a dtype.
+        dtype: dtype of unquantised tensors and of scales: "auto" for the checkpoint's dtype, or a dtype.
         calibration: file of the calibration text, each line a document; None for the bundled text.
         calibration_tokens: maximum number of tokens of the text that are used.
     """
@@ -118,7 +118,7 @@ class _FolderJob:
             writer.finish(self._checkpoint, self._config(quantized))
 
     def _stored_tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield the name of each tensor of the checkpoint, and its parts by suffix; "" for an unquantised tensor."""
+        """Yield the name of each tensor of the checkpoint, and its parts by suffix: "" for an unquantised tensor."""
         for name, matrix in self._calibrated() if self._sequences else self._rounded():
             yield name, pack(matrix, self._scheme)
         quantized = frozenset(self._names)

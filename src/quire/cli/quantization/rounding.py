@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-# Candidate factors of a group's range, of which the one with the least error is taken.
+# Candidate factors of a group's range; the factor with the least error is used.
 SHRINKS: Final = tuple(1 - step / 32 for step in range(13))
 
 
@@ -78,7 +78,7 @@ class QuantizedMatrix(NamedTuple):
 
 
 def fit(values: Tensor, scheme: Scheme, shrinks: Sequence[float] = (1.0,), importance: Tensor | None = None) -> Factors:
-    """Return the factors of groups."""
+    """Return the factors of groups: for each, the candidate range with the least (weighted) squared error."""
     best, best_errors = _factors(values, scheme, shrinks[0]), None
     if len(shrinks) == 1:
         return best
@@ -96,7 +96,7 @@ def fit(values: Tensor, scheme: Scheme, shrinks: Sequence[float] = (1.0,), impor
 
 
 def round_to_nearest(weight: Tensor, scheme: Scheme) -> QuantizedMatrix:
-    """Round each value to the nearest code of its group; the range of a group is that of its values."""
+    """Round each value to the nearest code; the range of a group is the range of its values."""
     groups = weight.view(len(weight), -1, scheme.group_size or weight.shape[1])
     factors = fit(groups, scheme)
     return QuantizedMatrix(factors.codes(groups, scheme).to(torch.uint8).view(weight.shape), factors)
@@ -105,7 +105,7 @@ def round_to_nearest(weight: Tensor, scheme: Scheme) -> QuantizedMatrix:
 def _factors(values: Tensor, scheme: Scheme, shrink: float) -> Factors:
     levels = (1 << scheme.bits) - 1
     if scheme.symmetric:
-        # Codes have one more level below zero than above: half a level is clipped at the upper end.
+        # Codes have one more level below zero than above, so half a level is clipped at the upper end.
         scales = values.abs().amax(-1) * (2 * shrink / levels)
     else:
         low, high = values.amin(-1).clamp_(max=0.0), values.amax(-1).clamp_(min=0.0)

@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation on the terminal, or one question a line from a pipe."""
+"""`quire chat`: a conversation on the terminal, or from a pipe with one question per line."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def talk(llm: LLM, conversation: Conversation) -> None:
-    """Read lines from a terminal until its end."""
+    """Read lines from the terminal until end of input or a command that ends the conversation."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a line editor
     print(dim(f"{llm.model_name}, contexts of {llm.resolved.max_model_len:,} tokens. /help lists the commands."))
@@ -109,7 +109,7 @@ def talk(llm: LLM, conversation: Conversation) -> None:
 
 
 def handle(conversation: Conversation, line: str) -> bool:
-    """Run a command, or answer a question; return False where the command ends the conversation."""
+    """Run a command or answer a question; return False if the command ends the conversation."""
     if not line.startswith("/") or line.startswith("//"):
         conversation.ask(line.removeprefix("/") if line.startswith("//") else line)
         return True
@@ -138,7 +138,7 @@ def handle(conversation: Conversation, line: str) -> bool:
 
 
 def _with_further_lines(line: str, read: Callable[[], str]) -> str:
-    """Return a line; one that begins with three quotes with all further ones up to the next three."""
+    """Return a line; after three quotes, read further lines up to the next three quotes."""
     if not line.startswith(QUOTES):
         return line
     text = line.removeprefix(QUOTES)

@@ -20,7 +20,7 @@ from quire.sequences.params import SamplingParams
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
 
-# Parameters that a conversation has no use for, with the values that they have in one.
+# Parameters that a conversation does not support, and their fixed values.
 FIXED = {"n": 1, "best_of": None, "beam_width": None, "logprobs": None, "prompt_logprobs": None, "detokenize": True}
 
 
@@ -45,7 +45,7 @@ class Conversation:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def set_system(self, text: str) -> str:
-        """Replace the instructions before the conversation, "" for none; return a sentence about them."""
+        """Replace the instructions before the conversation, or remove them for ""; return a message."""
         turns = [message for message in self.messages if message["role"] != "system"]
         self.system = text or None
         self.clear()
@@ -53,7 +53,7 @@ class Conversation:
         return "There are no instructions now." if self.system is None else f"Instructions: {self.system}"
 
     def set_parameter(self, text: str) -> str:
-        """Set a sampling parameter from a text of name and value; return a sentence, or all parameters for ""."""
+        """Set a sampling parameter from a text of name and value; return a message, or all parameters for ""."""
         name, _, value = text.replace("=", " ", 1).partition(" ")
         name = name.removeprefix("--").replace("-", "_")
         if name:
@@ -66,7 +66,7 @@ class Conversation:
         return "  ".join(f"{known}={getattr(self.params, known)!r}" for known in known)
 
     def undo(self) -> str:
-        """Forget the last question and its answer; return a sentence."""
+        """Forget the last question and its answer; return a message."""
         question = self._take_back()
         return f"Forgotten: {question}"
 
@@ -81,7 +81,7 @@ class Conversation:
             raise
 
     def save(self, path: str) -> str:
-        """Write the conversation to a new file, as a JSON object with OpenAI's messages; return a sentence."""
+        """Write the conversation to a new file, as a JSON object with OpenAI's messages; return a message."""
         if not path:
             raise RequestError("a file is needed: /save FILE")
         try:
@@ -125,7 +125,7 @@ class Conversation:
             print()
             return text
         screen.end()
-        # The first token comes with the prompt.
+        # The step that computes the prompt yields the first token.
         decode_s = time.monotonic() - first_s
         speed = f", {(num_tokens - 1) / decode_s:.1f} tokens/s" if num_tokens > 1 and decode_s > 0 else ""
         print(
@@ -138,7 +138,7 @@ class Conversation:
 
 
 def check_chat_parameters(given: dict[str, object]) -> None:
-    """Refuse sampling parameters that a conversation has no use for."""
+    """Refuse sampling parameters that a conversation does not support."""
     for name, value in FIXED.items():
         if given.get(name, value) != value:
             raise ConfigError(f"{name} has no place in a chat; leave it out", field=name)
@@ -156,5 +156,5 @@ def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
 
 
 def dim(text: str) -> str:
-    """Return a text that a terminal shows dim, in lines that fit; elsewhere the text itself."""
+    """Return a text in lines that fit, dimmed on a terminal; unchanged if the output is not a terminal."""
     return f"\x1b[2m{in_lines(text)}\x1b[0m" if sys.stdout.isatty() else text

@@ -24,7 +24,7 @@ CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(cod
 
 
 def printable(text: str) -> str:
-    """Return text without control characters other than line breaks and tabs."""
+    """Return a text without control characters, except line breaks and tabs."""
     return text.translate(CONTROLS)
 
 
@@ -38,7 +38,7 @@ class TableRow:
         num_prompt: number of prompt tokens.
         num_cached: number of prompt tokens from the prefix cache.
         num_tokens: number of output tokens so far.
-        is_finished: True where the sequence has ended.
+        is_finished: True if the sequence has ended.
     """
 
     label: str

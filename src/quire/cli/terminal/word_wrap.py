@@ -1,4 +1,4 @@
-"""Text for a terminal as it is generated, broken between words at the edge."""
+"""Word wrap for text that is written to a terminal while it is generated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 def in_lines(text: str) -> str:
-    """Return a text whose lines are broken between words at the edge of the terminal."""
+    """Return a text with lines that are broken between words to fit the terminal."""
     width = shutil.get_terminal_size().columns
     return "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
 
@@ -17,8 +17,8 @@ def in_lines(text: str) -> str:
 class WordWrap:
     """Writes text in pieces of any length; a word that does not fit into its line begins the next one.
 
-    A word is held back until a space, a line break or the end follows it, or until it is as long as a line. Characters
-    of two columns, as of Chinese, are words of their own, since such texts have no spaces.
+    A word is held back until a space, a line break or the end follows, or until it is as long as a line. Each character
+    of two columns, such as in Chinese, is a word, since such texts have no spaces.
     """
 
     def __init__(self, stream: TextIO, width: int | None = None) -> None:
@@ -52,7 +52,7 @@ class WordWrap:
         if not self._word:
             return
         if self._column and self._column + _columns(self._spaces + self._word) > self._columns_of_line():
-            # The spaces at which the line is broken would indent the next one.
+            # Spaces at the break are dropped, since they would indent the next line.
             self._end_line()
         self._stream.write(self._spaces + self._word)
         self._column += _columns(self._spaces + self._word)
