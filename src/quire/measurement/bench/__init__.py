@@ -1,1 +1,1 @@
-"""Measurements: workloads, their cost and their speed, in this process or on a server."""
+"""Measurements of workloads, in this process or on a server: speed, cost and quality."""

@@ -1,4 +1,4 @@
-"""A client of servers with OpenAI's API that records when each piece of an answer arrives."""
+"""A client of servers with OpenAI's API, which records the arrival time of each piece of an answer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Outcome:
 
     Args:
         due_s: time at which the request was due; latencies count from here.
-        sent_s: time at which it was sent.
+        sent_s: time at which the request was sent.
         kind: `COMPLETED`, or the kind of failure: "HTTP 429", "timeout", "connection", "stream".
         detail: reason of the failure, in the server's words.
         pieces_s: times at which text arrived.
         ended_s: time at which the answer was complete, or had failed.
-        num_prompt, num_cached, num_new: numbers of tokens in the server's usage; None where it has none.
+        num_prompt, num_cached, num_new: numbers of tokens in the server's usage; None if it states none.
     """
 
     due_s: float
@@ -61,7 +61,7 @@ class Client:
         ignore_eos: True to request outputs that continue past the end-of-sequence token.
 
     Attributes:
-        takes_ids: True where prompts of synthetic requests are sent as token ids; else as one word for each token id.
+        takes_ids: True to send prompts of synthetic requests as token ids; False to send one word for each token id.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Client:
             self._headers["authorization"] = f"Bearer {api_key}"
 
     async def check(self) -> None:
-        """Check that the server answers, and has the model.
+        """Check that the server answers and has the model.
 
         Raises:
-            ServerUnreachable: it does not; the message lists its models.
+            ServerUnreachable: it does not answer, refuses the key, or does not have the model.
         """
         status, body = await self._fetch("GET", "/v1/models", b"")
         if status in (401, 403):
@@ -100,7 +100,7 @@ class Client:
             ids: token ids of a prompt to try.
 
         Raises:
-            ServerUnreachable: it accepts none.
+            ServerUnreachable: the server accepts no form.
         """
         refusal = ""
         for takes_ids, ignores_eos in ((True, True), (True, False), (False, True), (False, False)):
@@ -223,7 +223,7 @@ def _record_usage(usage: object, outcome: Outcome) -> None:
 
 
 def _message(body: bytes) -> str:
-    """Return the message of an error's body, in one short line."""
+    """Return the message in the body of an error, as one short line."""
     try:
         parsed = json.loads(body)
         error = parsed.get("error", parsed)

@@ -1,4 +1,4 @@
-"""Figures of quality: divergence of probabilities from exact ones, and agreement of greedy outputs."""
+"""Measures of quality: divergence of probabilities from exact ones, and agreement of greedy outputs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Probabilities of the next token beside exact ones, over all positions of a text.
+    """Comparison of the probabilities of the next token with exact ones, over all positions of a text.
 
     Args:
         num_positions: number of positions.
-        kl_mean, kl_median, kl_p99, kl_max: KL divergence of the exact probabilities of the whole vocabulary from the
-            others, in nats.
+        kl_mean, kl_median, kl_p99, kl_max: KL divergence of the exact probabilities from the measured ones, over the
+            whole vocabulary, in nats.
         perplexity, exact_perplexity: e to the power of the mean negative log probability of the text's tokens.
         same_best: share of positions with the same likeliest token.
     """
@@ -34,13 +34,13 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GreedyAgreement:
-    """Greedy outputs beside exact ones.
+    """Comparison of greedy outputs with exact ones.
 
     Args:
         num_prompts: number of prompts.
         num_tokens: number of tokens of each output.
         num_equal: number of outputs that are equal.
-        mean_equal_tokens: number of tokens before the first that differs, on average; all of them if none does.
+        mean_equal_tokens: mean number of tokens before the first different one; the whole length for equal outputs.
     """
 
     num_prompts: int
@@ -65,7 +65,7 @@ class GreedyAgreement:
 
 
 class DivergenceTally:
-    """Sums up the positions of a text, some at a time."""
+    """Accumulates the comparison of probabilities over the positions of a text."""
 
     def __init__(self) -> None:
         self._divergences: list[Tensor] = []
@@ -74,17 +74,17 @@ class DivergenceTally:
         self._num_same = 0
 
     def add(self, logits: Tensor, exact: Tensor, targets: Tensor) -> None:
-        """Add R positions."""
+        """Add R positions: logits and exact logits [R, V], and the next tokens [R]."""
         self._num_same += int((logits.argmax(-1) == exact.argmax(-1)).sum())
         found, expected = logits.log_softmax(-1), exact.log_softmax(-1)
         for log_probs, kept in ((found, self._log_probs), (expected, self._exact_log_probs)):
             kept.append(log_probs.gather(1, targets[:, None]).squeeze(1).double())
-        # A token that has no exact probability contributes nothing.
+        # A token with an exact probability of 0 contributes nothing.
         summands = (expected - found).mul_(expected.exp()).masked_fill_(expected.isneginf(), 0.0)
         self._divergences.append(summands.sum(-1, dtype=torch.float64))
 
     def result(self) -> Divergence:
-        """Return the figures of all positions so far."""
+        """Return the comparison over all positions so far."""
         divergences = torch.cat(self._divergences)
         perplexity, exact = (
             torch.cat(log_probs).mean().neg().exp().item() for log_probs in (self._log_probs, self._exact_log_probs)
@@ -102,7 +102,7 @@ class DivergenceTally:
 
 
 def report_lines(divergence: Divergence, greedy: GreedyAgreement | None) -> list[str]:
-    """Return the figures as lines of text."""
+    """Return the results as lines of text."""
     lines = [
         f"positions        {divergence.num_positions:,}",
         f"KL divergence    mean {divergence.kl_mean:.5f}, median {divergence.kl_median:.5f}, 99th percentile "

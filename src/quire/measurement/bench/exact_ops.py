@@ -35,7 +35,7 @@ class ExactOps(TorchOps):
         num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
         max_group: int = 32,  # noqa: ARG002 (nothing is rounded)
     ) -> Linear:
-        """Keep a stored weight as it is stored, or dequantised."""
+        """Keep a stored weight dequantised if there is room, else as it is stored."""
         if gate is None and isinstance(weight, StoredWeight):
             num_bytes = math.prod(weight.shape) * torch.float32.itemsize
             is_kept = num_bytes <= self._room
@@ -45,12 +45,12 @@ class ExactOps(TorchOps):
 
 
 class ExactLinear:
-    """A linear layer with the values of a stored weight, dequantised once, or some outputs at a time at each call.
+    """A linear layer with the values of a stored weight, dequantised once, or in chunks of outputs at each call.
 
     Args:
         weight: weight whose parts may have different forms.
         bias: [out], or None.
-        is_kept: dequantise once.
+        is_kept: True to dequantise once.
     """
 
     __slots__ = ("_bias", "_weight")
@@ -80,12 +80,12 @@ class ExactLinear:
 
 
 def _in_chunks(weight: StoredWeight) -> Iterator[Tensor]:
-    """Yield the dequantised rows of a weight, some at a time."""
+    """Yield the dequantised rows of a weight in chunks."""
     return (weight.rows(part).dequantize() for part in chunks(*weight.shape, num_codes=CHUNK))
 
 
 def _held(part: QuantizedWeight | PlainWeight) -> QuantizedWeight | PlainWeight:
-    """Return a part in memory of its own: files may be closed after weights are packed."""
+    """Return a copy of a part in memory, since files may be closed after weights are packed."""
     if isinstance(part, PlainWeight):
         return PlainWeight(part.values.clone())
     return replace(part, read=part.read(slice(None)).apply(Tensor.clone).at, blocks=None)

@@ -1,4 +1,4 @@
-"""Rates of named machines, and the time of a step on them by a roofline of bytes and operations."""
+"""Rates of named machines, and a roofline model of the time of a step on them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from quire.measurement.simulation.replicas.step_time import StepItem
 
 
 class Hardware(NamedTuple):
-    """The rates of a machine, or of one of its GPUs, as its maker publishes them.
+    """The published rates of a machine, or of one of its GPUs.
 
     Args:
-        memory_bytes: size of its memory.
+        memory_bytes: size of the memory.
         read_bytes_per_s: rate of memory reads.
         operations_per_s: rate of dense products in bfloat16.
-        device: "cpu" or "cuda", on which the defaults of some options depend.
+        device: "cpu" or "cuda", which determines the defaults of some options.
     """
 
     memory_bytes: float
@@ -43,15 +43,15 @@ HARDWARE: Mapping[str, Hardware] = {
     "cpu": Hardware(384e9, 460.8e9, 96 * 2.4e9 * 64, device="cpu"),
 }
 
-# Shares of the published rates that whole steps reach, and the seconds of a step besides. SGLang's published 142.7
-# tokens/s of Qwen3-8B on an H100 at one sequence are 7.0 ms a step; these give 7.1.
+# Shares of the published rates that whole steps reach, and constant seconds of a step. SGLang's published 142.7
+# tokens/s of Qwen3-8B on an H100 at one sequence are 7.0 ms a step; these values give 7.1.
 READ_SHARE = 0.75
 OPERATIONS_SHARE = 0.6
 OVERHEAD_S = 1e-3
 
 
 class RooflineStepTime:
-    """Seconds of a step by its bytes and operations: the longer one of both, and a constant."""
+    """Seconds of a step: the longer of its reads and its operations, plus a constant."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class RooflineStepTime:
         self._overhead_s = overhead_s
         kinds = [kind for kind, _ in (*model.attention, *model.late_attention)]
         self._is_additive = all(kind.window is None and kind.chunk is None for kind in kinds)
-        # Operations of a row and a token that it sees, and values of a cached token: of the layers up to the last keys
-        # and values, and of those behind.
+        # Operations for a row and a visible token, and cached values of a token: for the layers up to the last keys and
+        # values, and for the layers after these.
         layers = model.attention, model.late_attention
         self._pair_operations = [sum(4 * n * kind.num_heads * kind.head_dim for kind, n in part) for part in layers]
         self._cached_values = [sum(2 * n * kind.num_kv_heads * kind.head_dim for kind, n in part) for part in layers]
-        # Without windows, bytes and operations of a decoding step are sums of integers: so much for the step, for each
-        # sequence, and for each cached token.
+        # Without windows, bytes and operations of a decoding step are sums of integers: an amount for the step, for
+        # each sequence, and for each cached token.
         one, longer, two = (
             step_work(model, parts)
             for parts in ([StepItem(1, 1, 1)], [StepItem(2, 1, 1)], [StepItem(1, 1, 1), StepItem(1, 1, 1)])
@@ -93,7 +93,7 @@ class RooflineStepTime:
 
     @property
     def is_additive(self) -> bool:
-        """Whether no layer has a window or chunks."""
+        """True if no layer has a window or chunks."""
         return self._is_additive
 
     def of_step(self, parts: Sequence[StepItem]) -> float:
@@ -106,7 +106,7 @@ class RooflineStepTime:
         start_s: float,
         num_sequences: int,
         num_cached: int,
-        num_shared: int,  # noqa: ARG002  blocks that sequences share are read once for each
+        num_shared: int,  # noqa: ARG002  shared blocks count once for each sequence
         count: int,
     ) -> list[float]:
         """Return the ends of consecutive steps of one token for each sequence."""
@@ -125,8 +125,8 @@ class RooflineStepTime:
         more_bytes, more_operations = num_sequences * each_bytes, num_sequences * each_operations
         last_bytes = first_bytes + (count - 1) * more_bytes
         last_operations = first_operations + (count - 1) * more_operations
-        # The same operations in the same order as in `of_step`. Both times are lines over the steps: where the reads
-        # take longer in the first and in the last one, by more than rounding, they do in all of them.
+        # The same operations in the same order as in `of_step`. Both times are linear in the index of the step: if
+        # reads take longer in the first and in the last step, by more than rounding, they do in all steps.
         margin = 1 + 1e-9
         if (
             first_bytes / read_bytes_per_s > margin * (first_operations / operations_per_s)
@@ -148,7 +148,7 @@ class RooflineStepTime:
         return list(accumulate(seconds))
 
     def _additive_work(self, parts: Sequence[StepItem]) -> StepWork:
-        """Return `step_work` of a model without windows and chunks, whose sums need no loop over its layers."""
+        """Return `step_work` of a model without windows and chunks, without a loop over layers."""
         num_tokens = num_read = num_pairs = num_late_pairs = num_cached = num_late_cached = num_carried = 0
         for start, count, item_read, _ in parts:
             num_tokens += count

@@ -1,4 +1,4 @@
-"""One HTTP exchange on its own connection; the answer is read piece by piece as it arrives."""
+"""One HTTP exchange on a new connection; the answer is read piece by piece while it arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import h11
 from quire.errors import ConfigError
 
 READ_BYTES = 1 << 16
-# Errors of an exchange, except for a cancellation.
+# Errors of an exchange, except cancellation.
 FAILURES = (OSError, EOFError, h11.ProtocolError)
 
 
@@ -23,7 +23,7 @@ class Endpoint(NamedTuple):
     """The address of a server.
 
     Args:
-        url: address for messages, without the path of a route.
+        url: address for messages, without user and route.
         path: prefix of all routes.
         is_encrypted: True for TLS.
     """
@@ -39,7 +39,7 @@ class Endpoint(NamedTuple):
         """Parse an address; a trailing `/v1` is removed, since routes contain it.
 
         Raises:
-            ConfigError: `url` is no HTTP address.
+            ConfigError: `url` is not an HTTP address.
         """
         try:
             parts = urlsplit(url)
@@ -112,7 +112,7 @@ async def _next_event(connection: h11.Connection, reader: asyncio.StreamReader) 
 
 
 def reason(error: Exception) -> str:
-    """Return the text of one of `FAILURES`."""
+    """Return the text of an error of `FAILURES`."""
     if isinstance(error, OSError) and (error.errno or 0) > 0:
         return os.strerror(error.errno or 0)
     return str(error) or type(error).__name__

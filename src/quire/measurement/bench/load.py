@@ -1,4 +1,4 @@
-"""Load on a server: requests are sent at their times until all have been answered, or until a stop."""
+"""Load on a server: requests are sent at their due times, until all are answered or the load is stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Load(NamedTuple):
         num_sent: number of requests sent.
         outcomes: outcomes of the requests that ended, in the order of their ends.
         duration_s: seconds from the first request's due time to the end of the last one.
-        is_interrupted: True where the load was stopped early.
+        is_interrupted: True if the load was stopped early.
     """
 
     num_requests: int
@@ -69,7 +69,7 @@ async def send_at(
 async def send_in_turn(
     client: Client, requests: Sequence[TracedRequest], concurrency: int, stop: asyncio.Event
 ) -> Load:
-    """Keep `concurrency` requests in flight: send the next one when one has ended (a closed loop)."""
+    """Keep `concurrency` requests in flight: send the next one when one ends (a closed loop)."""
     run, waiting = _Run(client), iter(requests)
 
     async def send_next() -> None:

@@ -27,7 +27,7 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """The figures of a load. Latencies count from the due time of a request; only completed requests have latencies.
+    """The results of a load. Latencies count from the due time of a request; only completed requests have latencies.
 
     Args:
         num_requests: number of requests to send.
@@ -37,8 +37,8 @@ class LoadReport:
         errors: kind -> message of the first failure.
         duration_s: seconds from the first request's due time to the end of the last one.
         num_prompt_tokens, num_cached_tokens, num_new_tokens: numbers of tokens of completed requests in the server's
-            usage; None where no answer has a usage.
-        num_untold: number of completed requests without a usage, whose output is counted in pieces.
+            usage; None if no answer states the number. New tokens without a usage are counted as pieces.
+        num_untold: number of completed requests without a usage.
         request_rate, output_tokens_per_s, total_tokens_per_s: completed requests and tokens per second of `duration_s`.
         time_to_first_token_s: percentile -> seconds to the first piece of text, for requests with text.
         inter_token_latency_s: percentile -> seconds between two pieces of text of one request; a piece is one or a few
@@ -48,7 +48,7 @@ class LoadReport:
         max_lateness_s: largest delay between a request's due time and its sending.
         goodput: share of the ended requests that were completed within the targets; None without targets.
         good_request_rate: requests completed within the targets per second; None without targets.
-        is_interrupted: True where the run was ended early.
+        is_interrupted: True if the load was stopped early.
     """
 
     num_requests: int
@@ -117,7 +117,7 @@ def num_tokens(outcome: Outcome) -> int:
 
 
 def load_lines(report: LoadReport, targets: Targets) -> list[str]:
-    """Return the lines of a report's text."""
+    """Return a report as lines of text."""
     shown = [
         f"Completed {report.completed:,} of {report.num_requests:,} requests in {report.duration_s:.2f} s: "
         f"{report.request_rate:,.2f} requests/s"

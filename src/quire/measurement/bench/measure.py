@@ -1,4 +1,4 @@
-"""Measurement of a workload that is served in this process: rates, latencies, time of each phase of a step."""
+"""Measurement of a workload in this process: rates, latencies, and the time of each phase of a step."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ WARM_UP = [BenchRequest([0], 4)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """A lower bound of the steps' time, from the bytes that they read and the operations that they compute.
+    """A lower bound of the time of steps, from the bytes that they read and the operations that they compute.
 
     Args:
-        probe: rates of this machine, the best of a probe before the run and one after it.
+        probe: rates of this machine: the best ones of probes before and after the run.
         weight_bytes, cache_bytes, operations: sums over all steps; see `StepWork`.
         num_read_bound: number of steps whose reads take longer than their operations.
-        least_s: lower bound of all steps, in seconds.
+        least_s: lower bound of the time of all steps, in seconds.
         share: `least_s` divided by the time of the run.
     """
 
@@ -50,13 +50,13 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport:
-    """The figures of one run.
+    """The results of one run.
 
     Args:
         wall_s: seconds from the first request sent to the last token received.
         output_tokens_per_s: new tokens of all requests per second of `wall_s`.
         total_tokens_per_s: prompt tokens and new tokens of all requests per second of `wall_s`.
-        time_to_first_token_s: percentile -> seconds from the start, waiting included.
+        time_to_first_token_s: percentile -> seconds from the start of the run, including waiting.
         inter_token_latency_s: percentile -> seconds between two tokens of one request.
         step_time_s: phase -> seconds in all steps; the phases do not overlap, and sum to the steps' time.
         roofline: lower bound of the time.
@@ -196,7 +196,7 @@ class EngineBench:
 
 
 def report_lines(report: BenchReport) -> list[str]:
-    """Return the lines of a report's text."""
+    """Return a report as lines of text."""
     latencies = {
         "Time to first token": report.time_to_first_token_s,
         "Inter-token latency": report.inter_token_latency_s,

@@ -1,4 +1,4 @@
-"""Percentiles of measured values, and their text."""
+"""Percentiles of measured values, and their representation as text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     ranked = sorted(values)
-    # The smallest value that at least p percent of the values do not exceed.
+    # The p-th percentile is the smallest value that is not exceeded by at least p percent of the values.
     named = {f"p{p}": ranked[max(0, -(-len(ranked) * p // 100) - 1)] for p in PERCENTILES}
     return {"mean": statistics.fmean(ranked), **named}
 
 
 def latency_lines(titled: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a line for each title whose percentiles, in seconds, are not empty."""
+    """Return a line for each title with percentiles, which are in seconds."""
     return [
         f"{title}: " + ", ".join(f"{name} {1e3 * value:,.1f} ms" for name, value in values.items())
         for title, values in titled.items()

@@ -13,9 +13,9 @@ from quire.measurement.bench.roofline import Rates
 from quire.ops.interface.ops import Ops
 from quire.platform.host_probe import probe
 
-# Larger than any cache; less where the machine has less memory available.
+# Larger than any cache; reduced if the machine has little memory available.
 READ_BYTES = 256 << 20
-# Rows, inputs and outputs of the product; the large one is skipped where it would take longer than `TOO_SLOW_S`.
+# Rows, inputs and outputs of the product; the large one is skipped if it would take longer than `TOO_SLOW_S`.
 SMALL_PRODUCT = (16, 1024, 2048)
 LARGE_PRODUCT = {"cpu": (512, 1024, 2048), "cuda": (8192, 8192, 8192)}
 TOO_SLOW_S = 0.05
@@ -24,7 +24,7 @@ MIN_RUNS, MAX_RUNS = 3, 100
 
 
 class ProbedRates(NamedTuple):
-    """The rates that a probe has measured.
+    """Rates that were measured by a probe.
 
     Args:
         read_bytes_per_s: rate of memory reads.
@@ -38,13 +38,13 @@ class ProbedRates(NamedTuple):
 
     @property
     def rates(self) -> Rates:
-        """The rates of a lower bound, with the faster one of the two products."""
+        """The rates for a lower bound, with the faster of the two products."""
         return Rates(self.read_bytes_per_s, max(self.float32_operations_per_s, self.own_operations_per_s))
 
 
 @torch.inference_mode()
 def measure_rates(device: str, dtype: torch.dtype, ops: Ops) -> ProbedRates:
-    """Return the best rates of short runs that read a range of memory and multiply matrices."""
+    """Return the best rates of short runs that read memory and multiply matrices."""
     place = torch.device(device)
     num_values = min(READ_BYTES, probe(device).available_bytes // 4) // 4
     values = torch.ones(max(num_values, 1), device=place)
@@ -56,7 +56,7 @@ def measure_rates(device: str, dtype: torch.dtype, ops: Ops) -> ProbedRates:
 
 
 def _product_rate(place: torch.device, dtype: torch.dtype | None, ops: Ops) -> float:
-    """Return operations per second of the engine's kernels in `dtype`, or of torch in float32 where it is None."""
+    """Return operations per second of the engine's kernels in `dtype`; of torch in float32 if it is None."""
     best = 0.0
     for num_rows, num_inputs, num_outputs in (SMALL_PRODUCT, LARGE_PRODUCT[place.type]):
         operations = 2 * num_rows * num_inputs * num_outputs

@@ -1,4 +1,4 @@
-"""The quality of a served model: its probabilities and greedy outputs beside those of exact arithmetic."""
+"""The quality of a served model: comparison of its probabilities and greedy outputs with exact arithmetic."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from quire.platform.host_probe import probe
 from quire.sequences.params import SamplingParams
 from quire.text.tokenizers.tokenizer import Tokenizer
 
-# Number of logits that are compared at a time: 64 MiB of each model's.
+# Number of logits that are compared at a time: 64 MiB for each model.
 PIECE: Final = 1 << 24
-# Place of `output_rows` among the arguments of a step.
+# Index of `output_rows` in the arguments of a step.
 OUTPUT_ROWS: Final = 5
 # Sequences that run at once, and tokens of the cache, unless the options say otherwise.
 NUM_SEQS: Final = 32
@@ -35,9 +35,9 @@ NUM_KV_TOKENS: Final = 1 << 13
 
 
 class ReadingEngine:
-    """An engine that gives the logits of all positions of a text.
+    """An engine that returns the logits of all positions of a text.
 
-    Steps are the engine's own: chunks of prompts, and attention over the stored keys and values.
+    It runs ordinary steps of the engine: chunks of prompts, with attention over the stored keys and values.
     """
 
     _decoder: Decoder
@@ -62,7 +62,7 @@ class ReadingEngine:
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens of a prompt that is followed by one more."""
+        """Maximum number of tokens of a prompt, with room for one new token."""
         return self._engine.config.max_model_len - 1
 
     @property
@@ -82,12 +82,12 @@ class ReadingEngine:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits, float32 [R, V] on the host, of hidden states [R, E]."""
+        """Return the logits of hidden states [R, E], float32 [R, V] on the host."""
         with torch.inference_mode():
             return self._decoder.logits(hidden).cpu()
 
     def greedy(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        """Return `num_tokens` tokens after each prompt, past the end of the text."""
+        """Return `num_tokens` tokens after each prompt; end tokens are ignored."""
         return self._serve(prompts, num_tokens)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class ReadingEngine:
         self._engine.close()
 
     def _tapped(self, decoder: Decoder) -> Decoder:
-        """Return the model, which computes all rows of a step and keeps their hidden states while a text is read."""
+        """Return a wrapper of the model that computes and records all rows of a step while a text is read."""
         self._decoder = decoder
 
         compute: Callable[..., Tensor] = decoder
@@ -127,7 +127,7 @@ class ReadingEngine:
 
 
 class QualityBench:
-    """A served form of a model and its exact values, on one text.
+    """Comparison of a served form of a model with its exact values, on one text.
 
     Args:
         config: configuration of the served form.
@@ -137,8 +137,8 @@ class QualityBench:
 
     Attributes:
         served: the served form.
-        exact: the exact values.
-        sequences: the text.
+        exact: the model with exact values.
+        sequences: the text, as sequences of tokens.
 
     Raises:
         ConfigError: an option, a checkpoint or the text is refused; or the vocabularies differ in size.
@@ -167,7 +167,7 @@ class QualityBench:
             raise
 
     def divergence(self) -> Divergence:
-        """Return how far the served probabilities are from the exact ones."""
+        """Return the divergence of the served probabilities from the exact ones."""
         tally = DivergenceTally()
         size = max(1, PIECE // self.served.vocab_size)
         for ids in self.sequences:
@@ -178,7 +178,7 @@ class QualityBench:
         return tally.result()
 
     def greedy(self, num_prompts: int, num_tokens: int) -> GreedyAgreement:
-        """Return how far greedy outputs agree.
+        """Return the agreement of greedy outputs with exact ones.
 
         Raises:
             ConfigError: prompts and outputs are longer than a model's context.
@@ -197,7 +197,7 @@ class QualityBench:
 
 
 def exact_config(config: EngineConfig, reference: str | None = None) -> EngineConfig:
-    """Return the configuration of the exact values: float32 on a CPU, with keys and values stored in it too."""
+    """Return the configuration of the exact values: float32 on a CPU, including stored keys and values."""
     model = replace(
         config.model,
         skip_tokenizer_init=True,
@@ -220,7 +220,7 @@ def exact_config(config: EngineConfig, reference: str | None = None) -> EngineCo
 
 
 def _measured(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with which an engine is measured."""
+    """Return a configuration for measurements: no prefix cache, few sequences, synchronous and eager steps."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(config.parallel, name) != ParallelConfig.__dataclass_fields__[name].default:
             raise ConfigError(f"{name} must be 1 where quality is measured, in one process", field=name)

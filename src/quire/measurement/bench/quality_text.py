@@ -1,4 +1,4 @@
-"""The text on which quality is measured, as sequences of tokens, and the prompts of greedy outputs."""
+"""The text for measurements of quality, as sequences of tokens, and the prompts of greedy outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT_TOKENS: Final = 16
 def read_quality_text(tokenizer: Tokenizer, file: Path | None, max_length: int, max_tokens: int) -> list[list[int]]:
     """Read a text as sequences of at least two tokens; long documents are divided.
 
-    Each part begins with the token that begins a text, where the tokenizer adds one.
+    Each part begins with the BOS token if the tokenizer adds one.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -51,7 +51,7 @@ def read_quality_text(tokenizer: Tokenizer, file: Path | None, max_length: int, 
 
 
 def greedy_prompts(tokenizer: Tokenizer, count: int, sequences: list[list[int]] | None = None) -> list[list[int]]:
-    """Return prompts of greedy outputs."""
+    """Return prompts of greedy outputs: bundled ones, or ranges of the sequences at equal distances."""
     if sequences is None:
         lines = bundled_text(BUNDLED_PROMPTS).read_text(encoding="utf-8").splitlines()
         if count > len(lines):
@@ -73,7 +73,7 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 def _parts(ids: list[int], bos_token_id: int | None, max_length: int) -> Iterator[list[int]]:
-    """Yield the parts of a document."""
+    """Return the parts of a document, each with the BOS token if the document has one."""
     begin = ids[:1] if ids and ids[0] == bos_token_id else []
     own = ids[len(begin) :]
     step = max(1, max_length - len(begin))

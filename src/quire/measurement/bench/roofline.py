@@ -1,6 +1,6 @@
 """Lower bounds of the bytes that a step reads, of its operations, and of its time at given rates.
 
-Weights and caches are counted as read once a step, with the products whose results are needed. Writes, norms, gates,
+Weights and caches are read once per step, and only products whose results are needed are counted. Writes, norms, gates,
 softmax and waiting are not counted.
 """
 
@@ -38,14 +38,14 @@ class ModelShape(NamedTuple):
     """The dimensions of a model that determine the work of a step.
 
     Args:
-        num_body: number of parameters in products with every token, without the next two.
+        num_body: number of parameters in products with every token, without `num_tail` and `num_head`.
         num_tail: number of parameters after the last keys, values and states; only tokens that go through the head
             need them.
         num_head: number of parameters of the head.
         element_bytes: bytes of a cached value.
-        weight_bytes: bytes of a parameter, and of one of the head.
+        weight_bytes: bytes of a parameter of the body, and of a parameter of the head.
         attention: each kind of attention layer, and its number of layers.
-        late_attention: the same for layers that compute only tokens that go through the head.
+        late_attention: the same for layers in which only tokens that go through the head are computed.
         state_bytes: bytes of one sequence's states in all layers.
         num_state_values: number of state values that a token changes.
     """
@@ -77,7 +77,7 @@ class ModelShape(NamedTuple):
         sizes = {name: math.prod(shape) for name, shape in weights.items() if name not in (*TABLES, HEAD)}
         num_idle = [_num_idle(layer.ffn, spec.width) for layer in spec.layers]
         num_tail = sum(size for name, size in sizes.items() if _is_late(name, last)) - sum(num_idle[last:])
-        # Weights of queries are stored with those of keys and values, which all tokens need.
+        # Weights of queries are stored together with weights of keys and values, which all tokens need.
         num_tail += sum(_num_queries(part, spec.width) for part in spec.layers[last].parts)
         body = head = Fraction(element_bytes)
         if quantization is not None:
@@ -102,9 +102,9 @@ class ModelShape(NamedTuple):
         quantization: Quantization | None = None,
         cached_bytes: int | None = None,
     ) -> ModelShape:
-        """Return the dimensions of a model whose weights are not at hand, by `estimate_parameters`.
+        """Return the dimensions of a model without its weights, by `estimate_parameters`.
 
-        All rows count as going through all layers: the part behind the last keys and values is 0.
+        All rows are assumed to go through all layers, so `num_tail` is 0.
         """
         parameters = estimate_parameters(spec)
         num_idle = sum(_num_idle(layer.ffn, spec.width) for layer in spec.layers)
@@ -116,10 +116,10 @@ class ModelShape(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """The least work of a step, or of several.
+    """The minimum work of one or several steps.
 
     Args:
-        weight_bytes, cache_bytes: bytes to read of weights, and of keys, values and states.
+        weight_bytes, cache_bytes: bytes of weights, and of keys, values and states, that are read.
         operations: number of multiplications and additions.
     """
 
@@ -145,7 +145,7 @@ class Rates(NamedTuple):
 
 
 def step_work(model: ModelShape, items: Iterable[StepItem]) -> StepWork:
-    """Return the least work of one step: weights are read once, each sequence's cache once.
+    """Return the minimum work of one step: weights are read once, and each sequence's cache once.
 
     Cached blocks that sequences share are counted once for each sequence.
     """
@@ -159,10 +159,10 @@ def step_work(model: ModelShape, items: Iterable[StepItem]) -> StepWork:
                 continue
             first = start + count - num_rows
             for (num_heads, num_kv_heads, head_dim, window, chunk), num_layers in attention:
-                # Products of a row with its visible keys, and of the scores with their values.
+                # Products of a row with visible keys, and of the scores with visible values.
                 num_seen = seen_by_rows(first, num_rows, window, chunk)
                 attention_operations += 4 * num_layers * num_heads * head_dim * num_seen
-                # Visible tokens that this step computes are not read from memory.
+                # Visible tokens that this step itself computes are not read from memory.
                 num_cached = max(0, seen_of_cache(first, window, chunk) - (first - start))
                 cached_values += 2 * num_layers * num_kv_heads * head_dim * num_cached
     read_weights = int(model.weight_bytes[0] * model.num_tail) + int(model.weight_bytes[1] * model.num_head)
@@ -195,14 +195,14 @@ def _is_late(name: str, last: int) -> bool:
 
 
 def _num_queries(mixer: Mixer, width: int) -> int:
-    """Return the number of parameters of queries, and of gates on the attention's output."""
+    """Return the number of parameters of queries and of gates on the output of attention."""
     if not isinstance(mixer, Attention):
         return 0
     return mixer.num_heads * mixer.head_dim * width * (2 if mixer.output_gate else 1)
 
 
 def _num_idle(ffn: FFN, width: int) -> int:
-    """Return the number of parameters of a layer's experts that are not chosen for a token."""
+    """Return the number of parameters of the experts that are not selected for a token."""
     experts = experts_of(ffn)
     return 0 if experts is None else (experts.num_experts - experts.num_chosen) * 3 * experts.width * width
 
@@ -237,6 +237,6 @@ def _seen_in_chunks(end: int, chunk: int) -> int:
 
 
 def least_s(work: StepWork, rates: Rates) -> float:
-    """Return the lower bound of a step's seconds: the longer one of reads and operations, which overlap fully."""
+    """Return the lower bound of a step's seconds: the longer of reads and operations, which overlap fully."""
     num_bytes = work.weight_bytes + work.cache_bytes
     return max(num_bytes / rates.read_bytes_per_s, work.operations / rates.operations_per_s)

@@ -1,4 +1,4 @@
-"""Engines to simulate: of a model's configuration on named hardware, or of a file with measured times of steps."""
+"""Engines to simulate, from a model's configuration and named hardware, or from a file with measured step times."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ MAX_COUNT = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEngine:
-    """The parts of an engine that no option of a comparison changes.
+    """The parts of an engine that are fixed in a comparison of options.
 
     Args:
         name: description of the model and of the machine.
         step_time: model of the seconds of a step.
-        specs: function from the tokens of a block to the cache specs.
-        num_bytes: bytes of the KV memory where no option says more.
-        defaults: options of the engine that differ from `EngineConfig`'s own.
-        device: "cpu" or "cuda", on which the default budget of a step depends.
-        max_model_len: maximum number of tokens of prompt and output; None for no limit but memory.
+        specs: function from the number of tokens of a block to the cache specs.
+        num_bytes: bytes of the KV memory, unless an option sets them.
+        defaults: defaults of options that differ from `EngineConfig`.
+        device: "cpu" or "cuda", which determines the default token budget of a step.
+        max_model_len: maximum number of tokens of prompt and output; None if only memory limits it.
     """
 
     name: str
@@ -56,10 +56,10 @@ class SimulatedEngine:
         """Return the settings of a replica.
 
         Args:
-            options: options of the engine, as `EngineConfig.from_options` takes them.
+            options: options for `EngineConfig.from_options`.
 
         Raises:
-            ConfigError: an option is not allowed, or the KV memory has no block.
+            ConfigError: an option is not allowed, or the KV memory holds no block.
         """
         config = EngineConfig.from_options(**{**self.defaults, **options})
         cache, scheduler = config.cache, config.scheduler
@@ -67,7 +67,7 @@ class SimulatedEngine:
         block_bytes = tokens_bytes(specs)
         num_bytes = self.num_bytes if cache.kv_cache_memory_bytes is None else cache.kv_cache_memory_bytes
         if self.max_model_len is not None:
-            # All sequences at full length cannot use more.
+            # More memory than all sequences use at full length would have no effect.
             most = -(-self.max_model_len // cache.block_size) * scheduler.max_num_seqs
             usable = most_bytes(specs, self.max_model_len, scheduler.max_num_seqs, cache.state_snapshot_interval)
             num_bytes = min(num_bytes, (most + 1) * block_bytes if usable is None else usable)
@@ -105,12 +105,12 @@ class SimulatedEngine:
 
 
 def engine_on_hardware(options: Mapping[str, Any], hardware: str, count: int = 1) -> SimulatedEngine:
-    """Return the engine of a model on named hardware, by the model's `config.json` and a roofline.
+    """Return the engine of a model on named hardware, from the model's `config.json` and a roofline.
 
     Args:
-        options: options of the engine; the model's name is among them.
+        options: options of the engine, including the model.
         hardware: name in `HARDWARE`.
-        count: number of such machines that a replica has.
+        count: number of such machines per replica.
 
     Raises:
         ConfigError: the model cannot be read, or its weights and steps do not fit.
@@ -148,18 +148,18 @@ def engine_on_hardware(options: Mapping[str, Any], hardware: str, count: int = 1
 
 
 def roofline_of(config: EngineConfig, hardware: str, count: int = 1) -> RooflineStepTime:
-    """Return the times of a model's steps on named hardware; see `engine_on_hardware`."""
+    """Return the step time model of a model on named hardware; see `engine_on_hardware`."""
     return RooflineStepTime(_dimensions(config).shape, HARDWARE[hardware], count)
 
 
 class _Dimensions(NamedTuple):
-    """A model as its configuration and the options say.
+    """The dimensions of a model, from its configuration and the options.
 
     Args:
-        spec: the model.
-        element_bytes: bytes of an element of its weights.
-        cache_dtype: dtype of its cache.
-        shape: its dimensions for the roofline.
+        spec: specification of the model.
+        element_bytes: bytes of an element of the weights.
+        cache_dtype: dtype of the KV cache.
+        shape: dimensions for the roofline.
     """
 
     spec: ModelSpec
@@ -181,7 +181,7 @@ def _dimensions(config: EngineConfig) -> _Dimensions:
 
 
 def _dtype(option: str, raw: Mapping[str, Any]) -> str:
-    """Return the dtype of the weights; bfloat16 where nothing states one."""
+    """Return the dtype of the weights; bfloat16 if the configuration states none."""
     if option != "auto":
         return option
     part = raw.get("text_config")
@@ -193,7 +193,7 @@ def _dtype(option: str, raw: Mapping[str, Any]) -> str:
 def step_times_json(
     name: str, step_time: FittedStepTime, fit: Mapping[str, Any], engine: Mapping[str, Any], memory: MemorySettings
 ) -> str:
-    """Return the content of a file that `engine_of_step_times` reads."""
+    """Return the content of a file for `engine_of_step_times`."""
     values = {
         "version": VERSION,
         "name": name,
@@ -209,7 +209,7 @@ def engine_of_step_times(path: str) -> SimulatedEngine:
     """Return the engine of a file of measured step times.
 
     Raises:
-        ConfigError: the file cannot be read, or is no such file; the message names the field.
+        ConfigError: the file cannot be read, or is invalid; the message names the field.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Measures the seconds of an engine's steps, of all the kinds that serving has, and fits a model to them."""
+"""Measures the seconds of an engine's steps, in a mix of all kinds that serving has, and fits a model to them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from quire.memory.recording.settings import MemorySettings
 from quire.scheduling.plan import StepPlan
 from quire.sequences.params import SamplingParams
 
-# Sequences that decode at once, over short contexts; lengths of prompts alone; sequences and lengths of long contexts.
+# Numbers of sequences that decode short contexts; lengths of single prompts; numbers and lengths of long contexts.
 DECODING = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 PROMPTS = (16, 48, 96, 160, 256, 384, 512, 1024, 1536)
 CONTEXTS = ((2, 1024), (8, 512), (16, 256))
-# Sequences that share their beginning, and its length.
+# Numbers of sequences that share a prefix, and lengths of the prefix.
 SHARED = ((4, 384), (12, 256), (20, 128), (24, 640))
 NUM_MIXED = 40
 MIXED_PROMPT, MIXED_NEW = (16, 512), (4, 40)
-# Steps between two arrivals of the mixed requests.
+# Range of the number of steps between two arrivals of the mixed requests.
 MIXED_GAP = (0, 6)
-# Beginning of the names of the requests.
+# Prefix of the names of requests.
 PREFIX = "probe-"
-# Options of the engine that a simulation starts from.
+# Options of the engine that are written to the file, as defaults of a simulation.
 KEPT = (
     "block_size",
     "enable_prefix_caching",
@@ -53,7 +53,7 @@ KEPT = (
 
 
 class StepProbe:
-    """An engine whose steps are recorded with their seconds, planning and outputs included.
+    """An engine whose steps are recorded with their seconds, including planning and outputs.
 
     Args:
         config: configuration of the engine.
@@ -76,7 +76,7 @@ class StepProbe:
         return self._engine.config
 
     def measure(self, seed: int = 0) -> None:
-        """Serve requests of all kinds and record every step, behind a few that warm up and are not recorded."""
+        """Serve requests of all kinds and record every step, after a few warm-up steps that are not recorded."""
         rng, known = random.Random(seed), len(self.steps)
         self._serve([self._request(rng, 8, 4)], rng, (0, 0))
         del self.steps[known:]
@@ -84,7 +84,7 @@ class StepProbe:
             self._serve(requests, rng, gap)
 
     def time(self, requests: list[BenchRequest]) -> list[list[float]]:
-        """Serve requests that arrive at once, and return the seconds after which each of their tokens came.
+        """Serve requests that arrive at once, and return the seconds from the start to each of their tokens.
 
         The steps are not recorded.
         """
@@ -115,7 +115,7 @@ class StepProbe:
         self._engine.close()
 
     def _rounds(self, rng: random.Random) -> Iterator[tuple[list[BenchRequest], tuple[int, int]]]:
-        """Yield requests that are served together, with the range of steps between two arrivals."""
+        """Yield groups of requests that are served together, with the range of steps between two arrivals."""
         config = self.resolved
         longest = min(config.max_model_len, config.num_blocks * config.block_size // 2) - 16
         at_once = (0, 0)
@@ -147,7 +147,7 @@ class StepProbe:
         gap: tuple[int, int],
         note: Callable[[str, int], None] | None = None,
     ) -> None:
-        """Serve requests, each some steps after the one before it."""
+        """Serve requests, each a random number of steps, from the range `gap`, after the previous one."""
         coming, wait = list(reversed(requests)), 0
         while coming or self._engine.has_unfinished:
             while coming and (wait <= 0 or not self._engine.has_unfinished):
@@ -169,7 +169,7 @@ class StepProbe:
                     note(delta.request_id, sum(len(output.token_ids) for output in delta.outputs))
 
     def _recording(self, executor: Executor) -> Executor:
-        """Return the executor, which records the parts of each step."""
+        """Return a wrapper of the executor that records the parts of each step."""
 
         def execute(plan: StepPlan) -> Any:
             self._parts = parts_of(plan.items, self._engine.scheduler.memory)
@@ -180,7 +180,7 @@ class StepProbe:
 
 
 def quality_lines(quality: FitQuality, step_time: FittedStepTime) -> list[str]:
-    """Return the lines on a fit."""
+    """Return the quality and the coefficients of a fit as lines of text."""
     given = {name: value for name, value in step_time.coefficients.items() if value}
     return [
         f"{quality.num_steps:,} steps; error of a step: median {100 * quality.median_error:.1f}%, "

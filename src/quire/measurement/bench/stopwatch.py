@@ -1,4 +1,4 @@
-"""The time of a step by phase: a stopwatch that is in one phase at a time, and timers around the engine's parts."""
+"""The time of a step by phase: a stopwatch that is in one phase at a time, and timers around parts of the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PHASES = (PLANNING, BATCH, LINEAR, ATTENTION, RECURRENCE, LAYERS, HEAD, SAMPLING
 
 
 def in_order(config: EngineConfig) -> EngineConfig:
-    """Return a configuration whose steps are run one after the other, so that each has a time of its own."""
+    """Return a configuration with synchronous steps, so that the times of steps do not overlap."""
     if config.scheduler.async_scheduling:
         raise ConfigError(
             "async_scheduling must be None or False where steps are timed, got True: their times would overlap",
@@ -41,7 +41,7 @@ def in_order(config: EngineConfig) -> EngineConfig:
 
 
 class Stopwatch:
-    """Sums of the time in each phase; an inner phase pauses the outer one, so that the phases sum to the whole."""
+    """Sums the time in each phase; an inner phase pauses the outer one, so that the phases sum to the whole."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds: dict[str, float] = {}
@@ -50,7 +50,7 @@ class Stopwatch:
         self._since = 0.0
 
     def timed(self, phase: str, call: Callable[..., Any], then: str | None = None) -> Callable[..., Any]:
-        """Return a wrapper of `call` whose time counts for a phase."""
+        """Return a wrapper of `call` whose time counts for a phase; the phase after it is `then` or the former one."""
 
         def run(*args: Any, **options: Any) -> Any:
             before = self._phase
@@ -89,7 +89,7 @@ class Timed:
 
 
 class Observer:
-    """Timers around the parts of an engine, put in place as the parts are built, and a record of its steps' items."""
+    """Wraps the parts of an engine in timers while they are built, and records the items of its steps."""
 
     plain_ops: Ops
     plain_decoder: Decoder
@@ -105,7 +105,7 @@ class Observer:
         self.steps.clear()
 
     def ops(self, ops: Ops) -> Ops:
-        """Return the kernels, with timers where the parts of layers are timed."""
+        """Return the kernels, with timers if the parts of layers are timed."""
         self.plain_ops = ops
         if not self._is_close:
             return ops
@@ -128,7 +128,7 @@ class Observer:
             pack_linear=pack_linear,
             step_attention=timed(ATTENTION, step_attention),
             step_states=timed(RECURRENCE, step_states),
-            fuse_layers=lambda _: None,  # a step that is one call has no parts to time
+            fuse_layers=lambda _: None,  # the parts of a fused step cannot be timed
             fuse_experts=lambda _: None,
         )
         return made  # type: ignore[no-any-return]
@@ -152,7 +152,7 @@ class Observer:
         return made  # type: ignore[no-any-return]
 
     def executor(self, executor: Executor) -> Executor:
-        """Return the executor with a timer, which records the items of each step."""
+        """Return the executor with a timer and a recorder of the items of each step."""
         execute = self.watch.timed(BATCH, executor.execute)
 
         def record_and_execute(plan: StepPlan) -> Any:
@@ -169,5 +169,5 @@ class Observer:
 
 
 def all_timed(timed: Callable[..., Any], phase: str, part: Any, *names: str) -> Any:
-    """Return a part whose methods of these names count for a phase, by `Stopwatch.timed`."""
+    """Return a part with timers on some methods; see `Stopwatch.timed`."""
     return Timed(part, **{name: timed(phase, getattr(part, name)) for name in names})

@@ -1,4 +1,4 @@
-"""Requests to send to a server, and the trace files that contain them."""
+"""Requests for a server, and the trace files that contain them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TracedRequest(NamedTuple):
     Args:
         prompt: text, token ids, or messages of a chat.
         max_tokens: maximum number of new tokens.
-        arrival_s: arrival time in seconds from any origin; None where the trace has no times.
+        arrival_s: arrival time in seconds from any origin; None if the trace has no times.
     """
 
     prompt: str | list[int] | Messages
@@ -29,7 +29,7 @@ class TracedRequest(NamedTuple):
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt is a list of chat messages."""
+        """True if the prompt is a list of chat messages."""
         return isinstance(self.prompt, list) and isinstance(self.prompt[0], dict)
 
 

@@ -9,8 +9,8 @@
 | W5 | 16 requests that share their first 512 tokens, 32 tokens of their own, 32 new tokens |
 | W6 | one stream at a long context: a prompt of 4096 (`W6-4k`) or 16384 tokens (`W6-16k`), 64 new tokens |
 
-W5 has three variants: `W5-cold` (the prefix is not cached), `W5-warm` (a request with this prefix has been served) and
-`W5-off` (prefix caching disabled). Every run has its own tokens, so that no run hits another run's blocks.
+W5 has three variants: `W5-cold` (the prefix is not cached), `W5-warm` (a request with this prefix was served before)
+and `W5-off` (prefix caching disabled). Every run has different tokens, so that no run hits another run's blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BenchRequest(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """The requests of one run.
+    """The requests of one measured run.
 
     Args:
         requests: timed requests, all sent at once.
@@ -65,7 +65,7 @@ class SyntheticWorkload:
 
     Args:
         num_prompts: number of requests.
-        input_len: mean number of tokens of a prompt, the shared prefix included.
+        input_len: mean number of tokens of a prompt, including the shared prefix.
         output_len: mean number of new tokens of a request; end-of-sequence tokens are ignored.
         lengths: distribution of both lengths.
         spread: uniform lengths are between (1 - spread) and (1 + spread) times the mean; the standard deviation of the
@@ -138,7 +138,7 @@ def one_long_prompt(run: int, ids: range) -> list[BenchRequest]:
 
 
 def mixed(run: int, ids: range) -> list[BenchRequest]:
-    """Return W3; lengths are the same in every run, tokens are not."""
+    """Return W3; lengths are the same in every run, tokens differ."""
     prompt_lengths, output_lengths, tokens = random.Random(0), random.Random(1), _rng(33, run)
     lengths = [prompt_lengths.randint(64, 512) for _ in range(16)]
     return [BenchRequest(_token_ids(tokens, length, ids), output_lengths.randint(32, 128)) for length in lengths]
@@ -151,7 +151,7 @@ def long_contexts(run: int, ids: range) -> list[BenchRequest]:
 
 
 def shared_prefix(run: int, ids: range, *, seen: bool) -> Workload:
-    """Return W5; where `seen`, an untimed request with the same prefix is served first."""
+    """Return W5; with `seen`, an untimed request with the same prefix is served first."""
     prefix, tails = _token_ids(_rng(55, run), 512, ids), _rng(56, run)
     requests = [BenchRequest(prefix + _token_ids(tails, 32, ids), 32) for _ in range(16)]
     return Workload(requests, before=[BenchRequest(prefix + [7] * 32, 1)] if seen else [])

@@ -1,1 +1,1 @@
-"""Simulation: the real scheduler and the real memory over a data plane that is only a model."""
+"""Simulation: the real scheduler and memory manager over a simulated data plane."""

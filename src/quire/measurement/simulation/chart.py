@@ -1,4 +1,4 @@
-"""Charts of simulations as SVG, made of text alone."""
+"""Charts of simulations, written as SVG without a library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quire.measurement.simulation.study import SearchResult
 
 OURS, INK, FAINT = "#1f6f8b", "#333333", "#dddddd"
-# Figure, title of its panel, unit, and the factor of the values.
+# Figure, title of its panel, unit, and factor of the values.
 PANELS = (
     ("goodput", "Goodput", "%", 100.0),
     ("output_tokens_per_s", "New tokens a second", "", 1.0),
@@ -25,7 +25,7 @@ WIDTH, LABEL, ROW, TITLE, MARGIN = 760, 230, 22, 34, 16
 
 
 def draw_variants(results: Mapping[str, Sequence[SimulationReport]]) -> str:
-    """Return bars of each figure for each variant, with the intervals over the seeds."""
+    """Return a chart with a bar of each figure for each variant, with confidence intervals over the seeds."""
     means = {name: estimates_of(reports) for name, reports in results.items()}
     parts, top = [], MARGIN
     for figure, title, unit, factor in PANELS:
@@ -55,7 +55,7 @@ def draw_variants(results: Mapping[str, Sequence[SimulationReport]]) -> str:
 
 
 def draw_search(what: str, found: SearchResult) -> str:
-    """Return the goodput of each trial of a search as points, from the smallest value to the largest."""
+    """Return a chart with the goodput of each trial of a search, from the smallest value to the largest."""
     trials = sorted(found.trials, key=lambda trial: trial.value)
     height, left, right = 320, 70, WIDTH - 30
     low, high = trials[0].value, trials[-1].value

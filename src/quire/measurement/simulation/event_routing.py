@@ -1,7 +1,7 @@
-"""The router of `quire route` before simulated replicas: its real core, fed by the KV events of their real memories.
+"""The router of `quire route` for simulated replicas: its real core, with the KV events of their real memory managers.
 
-The events of a step come with its results, as an engine publishes them; so a replica that is followed leaps within
-blocks only. Requests name no session: the events come before a session's next turn.
+The events of a step come with its results, as in an engine, so a leap of a replica stays within blocks. Requests name
+no session, since the events come before a session's next turn.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from quire.memory.manager import KVCacheManager
 
 
 class KVEventRouter(SimulatedRouter):
-    """Routes by `quire.fleet.routing.router.Router`, with its default constants."""
+    """Routes requests by `quire.fleet.routing.router.Router`, with its default constants."""
 
     follows_events = True
 
     def __init__(self) -> None:
         self.router = Router()
         self._collectors: dict[int, KVEventCollector] = {}
-        # By the stream of the request's output, which no other request has.
+        # Routes of requests by the stream of their outputs, which identifies a request.
         self._routes: dict[int, Route] = {}
 
     def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:
@@ -34,7 +34,7 @@ class KVEventRouter(SimulatedRouter):
         return int(route.replica)
 
     def on_replica(self, idx: int, memory: KVCacheManager) -> None:
-        """Follow the events of a replica."""
+        """Collect the events of a new replica."""
         self._collectors[idx] = KVEventCollector(memory)
 
     def on_step_results(self, idx: int, now_s: float) -> None:  # noqa: ARG002
@@ -44,9 +44,9 @@ class KVEventRouter(SimulatedRouter):
             self.router.apply(name, self.router.feeds[name].next_seq, collector.take_events())
 
     def on_first_token(self, request: SimulatedRequest, idx: int, now_s: float) -> None:  # noqa: ARG002
-        """Record that an answer has begun."""
+        """Tell the router that an answer has begun."""
         self.router.on_first_token(self._routes[request.output_stream], now_s)
 
     def on_end(self, request: SimulatedRequest, idx: int, now_s: float) -> None:  # noqa: ARG002
-        """Record that a request has ended."""
+        """Tell the router that a request has ended."""
         self.router.end(self._routes.pop(request.output_stream))

@@ -1,7 +1,7 @@
-"""A fleet of simulated replicas: events in the order of their times, from arrivals to the last token.
+"""A fleet of simulated replicas: a loop over events in the order of their times, from arrivals to the last token.
 
-Requests go through *stages*: one, whose replicas compute prompts and decode, or two, where the replicas of the first
-compute prompts and hand their blocks over to those of the second. Each stage has a router of its own.
+Requests go through *stages*: one, whose replicas compute prompts and decode; or two, where replicas of the first
+compute prompts and hand their blocks over to replicas of the second. Each stage has a separate router.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from quire.measurement.simulation.request import SimulatedRequest
 from quire.measurement.simulation.routing import ReplicaLoads, SimulatedRouter
 from quire.measurement.simulation.samples import SimulationSamples
 
-# Returns the request that follows one which ended at a moment, such as the next turn of its conversation.
+# Returns the request that follows a request that ended at some time, such as the next turn of its conversation.
 FollowUp = Callable[[SimulatedRequest, float], SimulatedRequest | None]
 
-# At one moment requests arrive before steps end, as an engine takes new requests before it plans the next step.
+# At equal times, requests arrive before steps end, since an engine takes new requests before it plans the next step.
 _ARRIVAL, _STEP_END = 0, 1
 
 
@@ -42,7 +42,7 @@ class FleetTotals(NamedTuple):
 
     Args:
         num_replicas: number of replicas.
-        num_used: number of those that got a request.
+        num_used: number of replicas that got a request.
         num_steps: number of steps.
         busy_s: seconds in steps.
         num_preemptions: number of times that a running sequence lost its memory.
@@ -62,7 +62,7 @@ class FleetTotals(NamedTuple):
 
 
 class _Stage:
-    """Replicas with consecutive numbers, behind a router."""
+    """Replicas with consecutive numbers and their router."""
 
     __slots__ = ("first", "loads", "num_coming", "router", "samples")
 
@@ -75,13 +75,13 @@ class _Stage:
         self.num_coming: Counter[int] = Counter()
 
     def set_load(self, number: int, replica: EngineReplica) -> None:
-        """Note the unfinished requests of a replica, those on their way included."""
+        """Update the number of unfinished requests of a replica, including requests on their way to it."""
         idx = number - self.first
         self.loads.set(idx, replica.num_unfinished + self.num_coming[idx])
 
 
 class SimulatedFleet:
-    """Replicas behind a router."""
+    """Replicas and their routers, and the loop over events."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class SimulatedFleet:
         if split is not None:
             assert decode_router is not None, "a split has two routers"
             self._stages.append(_Stage(num_first, num_replicas - num_first, decode_router, self.samples))
-        # Moment, kind, number of the arrival or the replica, version of the replica, request that arrives.
+        # Time, kind, number of the arrival or the replica, version of the replica, request that arrives.
         self._events: list[tuple[float, int, int, int, SimulatedRequest | HandedRequest | None]] = []
         self._num_arrivals = 0
         self._now_s = 0.0
@@ -152,7 +152,7 @@ class SimulatedFleet:
                 self._end_step(idx, replica)
 
     def hit_tokens(self, number: int, request: SimulatedRequest) -> int:
-        """Return the tokens of a request's prompt that a replica would reuse."""
+        """Return the number of tokens of a request's prompt that a replica would reuse."""
         replica = self._replicas[number]
         if replica is None:
             return 0
@@ -169,11 +169,11 @@ class SimulatedFleet:
         self._now_s = request.arrival_s
         stage = self._stages[0]
         number = stage.first + stage.router.choose(request, _FleetView(self, stage, request), self._now_s)
-        # Where another replica decodes, this one computes the prompt, whose last step gives a token.
+        # If another replica decodes, this one computes only the prompt, whose last step yields one token.
         self._submit(stage, number, request, None if self._links is None else 1, None)
 
     def _end_step(self, number: int, replica: EngineReplica) -> None:
-        """End a step of a replica, pass its requests on, and begin the next one."""
+        """End a step of a replica, continue or hand over its ended requests, and begin the next step."""
         stage = self._stage_of(number)
         idx = number - stage.first
         num_before = len(stage.samples)
@@ -212,7 +212,7 @@ class SimulatedFleet:
         heappush(self._events, (ready_s, _ARRIVAL, self._num_arrivals, 0, handed))
 
     def _receive(self, handed: HandedRequest) -> None:
-        """Give a request to the replica that continues it, with the blocks that have arrived."""
+        """Submit a request to the replica that continues it, and publish the blocks that have arrived there."""
         stage, number = self._stages[-1], handed.replica
         replica = self._replica(stage, number)
         version = replica.version
@@ -242,7 +242,7 @@ class SimulatedFleet:
         return self._stages[-1] if number >= self._stages[-1].first else self._stages[0]
 
     def _replica(self, stage: _Stage, number: int) -> EngineReplica:
-        """Return a replica, which is made where it has had no request yet."""
+        """Return a replica; the first request creates it."""
         replica = self._replicas[number]
         if replica is None:
             replica = self._replicas[number] = EngineReplica(
@@ -253,14 +253,14 @@ class SimulatedFleet:
         return replica
 
     def _continue(self, ended: SimulatedRequest) -> None:
-        """Have the request arrive that follows one which has ended."""
+        """Schedule the arrival of the request that follows an ended one, if any."""
         following = None if self._follow_up is None else self._follow_up(ended, self._now_s)
         if following is not None:
             self._num_arrivals += 1
             heappush(self._events, (following.arrival_s, _ARRIVAL, self._num_arrivals, 0, following))
 
     def _expect(self, number: int, replica: EngineReplica) -> None:
-        """Note when the step in progress of a replica ends."""
+        """Schedule the end of the step in progress of a replica."""
         if replica.end_s is not None:
             heappush(self._events, (replica.end_s, _STEP_END, number, replica.version, None))
 
@@ -281,7 +281,7 @@ class SimulatedFleet:
 
 
 class _FleetView:
-    """A stage as a router sees it when a request arrives."""
+    """The router's view of a stage when a request arrives."""
 
     __slots__ = ("_fleet", "_request", "_stage")
 

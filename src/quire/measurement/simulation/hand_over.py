@@ -1,12 +1,12 @@
-"""The split of prefill and decoding in a fleet: one replica computes a prompt, another one continues it.
+"""The split of prefill and decoding in a fleet: one replica computes a prompt, another one continues.
 
 ```
  prefill replica   [ prompt ][ 1 token ] --.  the prompt's published blocks that the other one lacks
                                             '-- link --> [ last tokens of the prompt ][ all new tokens ]  decode replica
 ```
 
-The blocks are described, looked for and published by the memory's own commands of a hand-over: they come through the
-host tier, and what has no room there, or was evicted, is computed again.
+The blocks are handed over by commands of the memory manager, through the host tier; blocks that have no room there, or
+were evicted, are computed again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PrefillSplit:
 
     Args:
         num_prefill: number of replicas, the first ones, that compute prompts; the others continue them.
-        bytes_per_s: bandwidth of the link into a decode replica, which takes one hand-over after the other.
-        latency_s: seconds of a hand-over besides those of its bytes.
+        bytes_per_s: bandwidth of the link into a decode replica, which transfers one hand-over after the other.
+        latency_s: seconds of a hand-over in addition to the transfer of its bytes.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -55,7 +55,7 @@ class PrefillSplit:
 
 
 def split_settings(settings: ReplicaSettings) -> ReplicaSettings:
-    """Return the options of replicas that hand blocks over: with a host tier, as in an engine that does."""
+    """Return the options of replicas that hand blocks over: with a host tier, as in a real engine."""
     memory = settings.memory
     if not memory.enable_prefix_caching:
         raise ConfigError("prefill_replicas needs enable_prefix_caching, which is off", field="prefill_replicas")
@@ -64,7 +64,7 @@ def split_settings(settings: ReplicaSettings) -> ReplicaSettings:
 
 
 class HandedRequest:
-    """A request between two replicas."""
+    """A request on its way between two replicas, with its exported blocks."""
 
     __slots__ = ("blocks", "num_cached", "replica", "request")
 
@@ -83,11 +83,11 @@ class Links:
     def __init__(self, split: PrefillSplit) -> None:
         self.num_bytes = 0
         self._split = split
-        # Replica -> moment at which its link is free.
+        # Replica -> time at which its link is free.
         self._free_s: dict[int, float] = {}
 
     def send(self, replica: int, num_bytes: int, now_s: float) -> float:
-        """Return the moment at which bytes have arrived that are sent now."""
+        """Send bytes, and return the time of their arrival."""
         start_s = max(now_s, self._free_s.get(replica, now_s))
         end_s = self._free_s[replica] = start_s + num_bytes / self._split.bytes_per_s
         self.num_bytes += num_bytes
@@ -95,7 +95,7 @@ class Links:
 
 
 def exported_blocks(replica: EngineReplica, request: SimulatedRequest, table: TokenTable) -> frozenset[StoredBlock]:
-    """Return the blocks of a prompt that a replica has computed and can give away."""
+    """Return the blocks of a prompt that a replica has published and can export."""
     memory = replica.memory
     assert memory.archive is not None, "see split_settings"
     tokens = table.token_ids(request.prompt)
@@ -110,7 +110,7 @@ def lacking_bytes(
     blocks: frozenset[StoredBlock],
     now_s: float,
 ) -> int:
-    """Return the bytes of those blocks that the longest hit of a prompt needs and a replica does not have."""
+    """Return the bytes of the blocks that a prompt's longest hit needs and that a replica does not have."""
     replica.settle(now_s)
     memory = replica.memory
     assert memory.archive is not None, "see split_settings"
@@ -120,7 +120,7 @@ def lacking_bytes(
 
 
 def receive_blocks(replica: EngineReplica, handed: HandedRequest, table: TokenTable, now_s: float) -> None:
-    """Publish the blocks of a prompt that have arrived at a replica, as far as its host tier has room."""
+    """Publish the blocks of a prompt that have arrived at a replica, if its host tier has room."""
     replica.settle(now_s)
     memory = replica.memory
     assert memory.archive is not None, "see split_settings"

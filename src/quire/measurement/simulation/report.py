@@ -1,4 +1,4 @@
-"""The figures of simulations: of one run, and of several seeds with intervals."""
+"""The results of simulations: of one run, and of several seeds with confidence intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.errors import ConfigError, shown
 from quire.measurement.simulation.fleet import FleetTotals
 from quire.measurement.simulation.samples import SimulationSamples
 
-# Factors of two-sided intervals of 95 % by Student's t with 1, 2, ... degrees of freedom; with more, the normal's.
+# Factors of two-sided 95 % intervals by Student's t with 1, 2, ... degrees of freedom; beyond, the normal factor.
 T_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -26,7 +26,7 @@ class ServiceLevel(NamedTuple):
 
     Args:
         ttft_s: limit of the time to the first token.
-        tpot_s: limit of the mean time between the tokens after it.
+        tpot_s: limit of the mean time between two tokens.
     """
 
     ttft_s: float | None = None
@@ -34,10 +34,10 @@ class ServiceLevel(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ServiceLevel:
-        """Return the limits that a text such as "ttft=0.5,tpot=50ms" states.
+        """Parse a text such as "ttft=0.5,tpot=50ms".
 
         Raises:
-            ConfigError: it names another limit, one twice, or no number above 0.
+            ConfigError: a limit is unknown, occurs twice, or is not a number above 0.
         """
         given: dict[str, float] = {}
         for part in text.split(","):
@@ -60,22 +60,22 @@ NO_LIMITS = ServiceLevel()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """The figures of one run. Times count from the arrival of a request; only requests that ended have any.
+    """The results of one run. Times count from the arrival of a request; only requests that ended have times.
 
     Args:
         num_requests: number of requests that ended.
         num_rejected: number of requests that no replica could ever hold.
         duration_s: seconds from the start to the end of the last request.
-        request_rate, output_tokens_per_s: requests and new tokens per second of that.
-        goodput: share of all requests that kept every time limit; of all that ended where there is none.
-        good_request_rate: number of those per second.
+        request_rate, output_tokens_per_s: requests and new tokens per second of `duration_s`.
+        goodput: share of all requests, including rejected ones, that ended within all time limits.
+        good_request_rate: number of requests per second that ended within all time limits.
         ttft_p50_s, ttft_p90_s, ttft_p99_s: time to the first token.
         tpot_p50_s, tpot_p90_s, tpot_p99_s: mean time between the tokens of a request.
         itl_p50_s, itl_p99_s: time between two tokens, at most one percent too high.
         e2e_p50_s, e2e_p99_s: time to the last token.
-        hit_rate: share of the prompt tokens that a prefix cache had.
+        hit_rate: share of the prompt tokens that were in a prefix cache.
         num_preemptions, num_evictions: number of preemptions, and of evicted blocks.
-        utilisation: share of the time that a replica is in a step.
+        utilisation: share of the time in which a replica runs a step.
         cost: price of all replicas for the duration; 0 without a price.
         cost_per_million_tokens: price of a million new tokens.
     """
@@ -108,7 +108,7 @@ class SimulationReport:
 def report_of(
     samples: SimulationSamples, totals: FleetTotals, level: ServiceLevel, price_per_hour: float = 0.0
 ) -> SimulationReport:
-    """Return the figures of a run."""
+    """Return the results of a run."""
     ttft = [first - arrival for first, arrival in zip(samples.first_s, samples.arrivals_s, strict=True)]
     tpot = [
         (ended - first) / (count - 1) if count > 1 else 0.0
@@ -152,19 +152,19 @@ def report_of(
 
 
 def _ranked(ordered: Sequence[float], percent: int) -> float:
-    """Return the smallest value that at least so many percent of the values do not exceed; 0 without values."""
+    """Return a percentile: the smallest value that is not exceeded by `percent` of the values; 0 without values."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds, and half the width of its interval of 95 %; infinite for a single seed."""
+    """A mean over seeds, and half the width of its 95 % confidence interval; infinite for a single seed."""
 
     mean: float
     half_width: float
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values with the interval of Student's t."""
+    """Return the mean of independent values with its confidence interval by Student's t."""
     mean, degrees = statistics.fmean(values), len(values) - 1
     if not degrees:
         return Estimate(mean, math.inf)
@@ -173,7 +173,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 FIGURES = tuple(field.name for field in fields(SimulationReport))
-# Figures that are better where they are lower; of the others in `JUDGED`, higher is better.
+# Figures that are better if they are lower; the others in `JUDGED` are better if they are higher.
 LOWER_IS_BETTER = frozenset(
     name for name in FIGURES if name.startswith(("ttft", "tpot", "itl", "e2e", "num_preempt", "cost_per"))
 )
@@ -181,21 +181,21 @@ JUDGED = ("goodput", "output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p5
 
 
 def estimates_of(reports: Sequence[SimulationReport]) -> dict[str, Estimate]:
-    """Return each figure over the seeds."""
+    """Return an estimate of each figure over the seeds."""
     return {name: estimate([getattr(report, name) for report in reports]) for name in FIGURES}
 
 
 def difference(name: str, reports: Sequence[SimulationReport], others: Sequence[SimulationReport]) -> Estimate:
-    """Return how much a figure of some runs exceeds that of others with the same seeds.
+    """Return the difference of a figure between some runs and other runs with the same seeds.
 
-    The runs of one seed serve the same requests, so the interval is that of the differences of the pairs.
+    The runs of one seed serve the same requests, so the interval is estimated from the differences of pairs.
     """
     pairs = zip(reports, others, strict=True)
     return estimate([getattr(report, name) - getattr(other, name) for report, other in pairs])
 
 
 def verdict(name: str, gap: Estimate) -> str:
-    """Return "better", "worse" or "no difference": whether the interval of a difference excludes 0."""
+    """Return "better" or "worse" if the interval of a difference excludes 0, else "no difference" or "one seed"."""
     if math.isinf(gap.half_width) or abs(gap.mean) <= gap.half_width or not gap.mean:
         return "no difference" if not math.isinf(gap.half_width) else "one seed"
     return "better" if (gap.mean < 0) == (name in LOWER_IS_BETTER) else "worse"

@@ -16,8 +16,8 @@ class SimulatedRequest(NamedTuple):
         num_new: number of new tokens.
         output_stream: stream of the new tokens.
         priority: priority; lower values run first under the policy "priority".
-        session: key of the conversation or agent that it belongs to; None for a request of its own.
-        turn: number of turns of its session before it.
+        session: key of its conversation or agent; None for an independent request.
+        turn: number of turns of its session before this one.
     """
 
     arrival_s: float

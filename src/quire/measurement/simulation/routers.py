@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from quire.measurement.simulation.event_routing import KVEventRouter
 from quire.measurement.simulation.routing import LeastLoaded, PrefixAware, RoundRobin, SimulatedRouter
 
-# By name: a function that makes one with nothing in it.
+# Name -> constructor of an empty router.
 ROUTERS: Mapping[str, Callable[[], SimulatedRouter]] = {
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,

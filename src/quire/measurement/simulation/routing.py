@@ -15,17 +15,17 @@ from quire.memory.manager import KVCacheManager
 
 
 class ReplicaLoads:
-    """The number of unfinished requests of each replica, and the replica that has the fewest."""
+    """The number of unfinished requests of each replica, and the replica with the fewest."""
 
     __slots__ = ("_heaps", "_listed", "_lowest", "counts")
 
     def __init__(self, num_replicas: int) -> None:
         self.counts = [0] * num_replicas
-        # Number of requests -> heap of the replicas that have so many, and of some that had: those stay until they come
-        # up, each at most once, as `_listed` says.
+        # Number of requests -> heap of replicas with this number. Replicas whose number has changed stay until they are
+        # popped; `_listed` has the content of each heap, so that no replica is added twice.
         self._heaps: list[list[int]] = [list(range(num_replicas))]
         self._listed = [set(range(num_replicas))]
-        # No replica has fewer.
+        # A lower bound of the number of requests of any replica.
         self._lowest = 0
 
     def set(self, idx: int, count: int) -> None:
@@ -42,7 +42,7 @@ class ReplicaLoads:
         self._lowest = min(self._lowest, count)
 
     def least(self) -> int:
-        """Return the replica with the fewest unfinished requests; of equals, the first."""
+        """Return the first replica with the fewest unfinished requests."""
         counts = self.counts
         while True:
             count = self._lowest
@@ -56,24 +56,24 @@ class ReplicaLoads:
 
 
 class RouterView(Protocol):
-    """The state of the fleet at the arrival of a request, as far as a router may ask for it."""
+    """The state of the fleet at the arrival of a request, for routers."""
 
     @property
     def loads(self) -> ReplicaLoads:
         """Numbers of unfinished requests."""
 
     def hit_tokens(self, idx: int) -> int:
-        """Return the tokens of the prompt that a replica would reuse; its real memory answers, which costs time."""
+        """Return the number of prompt tokens that a replica would reuse; costs a lookup in its memory manager."""
 
     def token_ids(self) -> list[int]:
         """Return the token ids of the prompt."""
 
 
 class SimulatedRouter(ABC):
-    """Chooses a replica for a request; the base of all routers, of which most need `choose` only.
+    """Chooses a replica for a request; the base of all routers, most of which need `choose` only.
 
     Attributes:
-        follows_events: whether the router takes the KV events of each step's results.
+        follows_events: True if the router uses the KV events of each step.
     """
 
     follows_events = False
@@ -85,24 +85,24 @@ class SimulatedRouter(ABC):
         Args:
             request: request that has arrived.
             view: state of the fleet.
-            now_s: present moment.
+            now_s: present time.
         """
 
     def on_replica(self, idx: int, memory: KVCacheManager) -> None:  # noqa: B027
-        """Take notice of the memory of a replica that has just been made, before its first request."""
+        """Handle a new replica and its memory manager, before its first request."""
 
     def on_step_results(self, idx: int, now_s: float) -> None:  # noqa: B027
-        """Take notice of the results of a step, before the next one is planned."""
+        """Handle the results of a step, before the next one is planned."""
 
     def on_first_token(self, request: SimulatedRequest, idx: int, now_s: float) -> None:  # noqa: B027
-        """Take notice of the first token of a request."""
+        """Handle the first token of a request."""
 
     def on_end(self, request: SimulatedRequest, idx: int, now_s: float) -> None:  # noqa: B027
-        """Take notice of the end of a request, or of its rejection."""
+        """Handle the end of a request, or its rejection."""
 
 
 class RoundRobin(SimulatedRouter):
-    """Gives requests to the replicas in turn."""
+    """Sends requests to the replicas in turn."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -115,7 +115,7 @@ class RoundRobin(SimulatedRouter):
 
 
 class LeastLoaded(SimulatedRouter):
-    """Gives a request to the replica with the fewest unfinished requests."""
+    """Sends a request to the replica with the fewest unfinished requests."""
 
     def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:  # noqa: ARG002
         """Return the replica with the fewest unfinished requests."""
@@ -123,9 +123,9 @@ class LeastLoaded(SimulatedRouter):
 
 
 class PrefixAware(SimulatedRouter):
-    """Weighs the tokens that a replica would reuse against the requests that it has not finished.
+    """Weighs the tokens that a replica would reuse against its unfinished requests.
 
-    Not all replicas are asked: those that lately got prompts with the same beginning, and the least loaded one.
+    Candidates are replicas that lately got prompts with the same beginning, and the least loaded replica.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class PrefixAware(SimulatedRouter):
         self._tokens_per_request = tokens_per_request
         self._max_candidates = max_candidates
         self._max_beginnings = max_beginnings
-        # Span at the end of a prompt's beginning -> replicas that got such a prompt, the latest last.
+        # Last span of a prompt's beginning -> replicas that got such a prompt, the latest last.
         self._known: OrderedDict[TokenSpan, dict[int, None]] = OrderedDict()
 
     def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:  # noqa: ARG002
-        """Return the replica with the fewest tokens to compute, waiting included."""
+        """Return the replica with the lowest cost: tokens for each unfinished request, minus reused tokens."""
         best, best_cost = -1, 0.0
         for idx in self._candidates(request.prompt, view.loads.least()):
             cost = view.loads.counts[idx] * self._tokens_per_request - view.hit_tokens(idx)
@@ -148,7 +148,7 @@ class PrefixAware(SimulatedRouter):
         return best
 
     def _candidates(self, prompt: Sequence[TokenSpan], least: int) -> list[int]:
-        """Return the least loaded replica, and those that got the longest beginnings of a prompt, the latest first."""
+        """Return the least loaded replica, and replicas that got the longest beginnings of the prompt, latest first."""
         found = {least: None}
         for span in reversed(prompt):
             known = self._known.get(span)

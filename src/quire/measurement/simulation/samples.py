@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import chain
 from operator import sub
 
-# Gaps between tokens are counted in ranges, each so much wider than the one before; the last is open.
+# Gaps between tokens are counted in ranges, each wider than the previous one by this ratio; the last one is open.
 GAP_RATIO = 1.01
 _SHORTEST_S, _LONGEST_S = 1e-7, 1e6
 GAP_BOUNDS = [
@@ -34,8 +34,8 @@ class SimulationSamples:
         self.gaps[bisect_left(GAP_BOUNDS, seconds)] += count
 
     def add_gaps(self, before_s: float, moments_s: Sequence[float], count: int) -> None:
-        """Count the gaps between consecutive moments at each of which so many sequences got a token."""
-        # Consecutive steps take about as long: one range or two have them all, and they are nearly in order.
+        """Count the gaps between consecutive times, at each of which `count` sequences got a token."""
+        # Consecutive steps take about as long, so one or two ranges have all gaps, and they are nearly sorted.
         seconds = sorted(map(sub, moments_s, chain((before_s,), moments_s)))
         if not seconds:
             return
@@ -71,7 +71,7 @@ class SimulationSamples:
         return None
 
     def snapshot(self) -> tuple[object, ...]:
-        """Return all measurements as a comparable value, whatever the order of ends at one moment."""
+        """Return all measurements as a comparable value, independent of the order of ends at equal times."""
         rows = zip(
             self.ended_s,
             self.arrivals_s,

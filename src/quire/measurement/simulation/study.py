@@ -1,4 +1,4 @@
-"""Studies: the same traffic under several settings and seeds, and the largest rate or fewest replicas that suffice."""
+"""Studies: traffic under several settings and seeds, and the search for the largest rate or the fewest replicas."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from quire.measurement.simulation.routers import ROUTERS
 from quire.measurement.simulation.traffic import TrafficSource
 
 MAX_REPLICAS = 1_000_000
-# The largest rate that is tried is so many times the first one, and the smallest so many times less.
+# Maximum ratio of the largest rate that is tried to the first one, and of the first one to the smallest.
 MAX_RATE_FACTOR = 2.0**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything that the figures of a run depend on, but the seed.
+    """All inputs of a run except the seed.
 
     Args:
         settings: options of each replica.
@@ -31,7 +31,7 @@ class Scenario:
         traffic: function from a seed to the requests.
         num_replicas: number of replicas.
         routing: name in `ROUTERS`.
-        split: split of prefill and decoding; None where each replica does both.
+        split: split of prefill and decoding; None if each replica does both.
         level: time limits.
         price_per_hour: price of a replica for an hour.
 
@@ -86,7 +86,7 @@ class Scenario:
 
 
 class Trial(NamedTuple):
-    """A value that was tried by a search, and the share of requests within the time limits, on average over seeds."""
+    """A value that a search has tried, and the share of requests within the time limits, on average over seeds."""
 
     value: float
     goodput: float
@@ -97,8 +97,8 @@ class SearchResult(NamedTuple):
     """The result of a search.
 
     Args:
-        best: the last value that suffices; None where none does.
-        trials: everything that was tried, in order.
+        best: the best value that suffices, or None.
+        trials: all trials, in order.
     """
 
     best: Trial | None
@@ -110,14 +110,14 @@ def find_rate(
 ) -> SearchResult:
     """Find the largest rate at which a share of the requests keeps the time limits, by bisection.
 
-    The goodput is taken to fall with the rate; where it does not, another rate may suffice as well.
+    The search assumes that goodput falls with the rate; if it does not, a larger rate may suffice too.
 
     Args:
-        scenario_of: function from a rate to what is simulated.
-        first: rate that is tried first.
+        scenario_of: function from a rate to a scenario.
+        first: first rate to try.
         seeds: seeds of every trial.
         share: share of the requests that must keep the limits.
-        precision: greatest ratio, less 1, of the two rates between which the search ends.
+        precision: maximum ratio, less 1, of the last rate that does not suffice to the last one that does.
     """
     trials: list[Trial] = []
 
@@ -152,10 +152,10 @@ def find_replicas(
     """Find the smallest number of replicas with which a share of the requests keeps the time limits, by bisection.
 
     Args:
-        scenario_of: function from a number of replicas to what is simulated.
+        scenario_of: function from a number of replicas to a scenario.
         seeds: seeds of every trial.
         share: share of the requests that must keep the limits.
-        most: greatest number of replicas to try.
+        most: maximum number of replicas to try.
     """
     trials: list[Trial] = []
 

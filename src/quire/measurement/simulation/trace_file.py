@@ -1,7 +1,7 @@
-"""Traffic of a file: one JSON object a line, with lengths and hashes of prefixes, or with token ids.
+"""Traffic from a file: one JSON object a line, with lengths and hashes of prefixes, or with token ids.
 
 Mooncake's traces have `timestamp` in milliseconds, `input_length`, `output_length`, and `hash_ids`: a number for each
-512 tokens of the prompt, the same where everything up to there is the same.
+512 tokens of the prompt, equal if the prompts are equal up to the end of this piece.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TraceTraffic:
         lines: lines of the file, read once; empty ones are skipped.
         name: name of the file, for errors.
         hash_block: tokens of a prompt for each of its `hash_ids`.
-        block_size: tokens that two prompts of token ids must share to share anything; the memory's block size.
+        block_size: block size of the memory; prompts of token ids are compared in pieces of this size.
         time_scale: factor of all arrival times; 0.5 doubles the rate.
 
     Raises:
@@ -99,7 +99,7 @@ class TraceTraffic:
         return iter(self.rows)
 
     def follow_up(self, ended: SimulatedRequest, now_s: float) -> SimulatedRequest | None:  # noqa: ARG002
-        """Return None: all requests come by themselves."""
+        """Return None, because the trace has all requests."""
         return None
 
     def _read(self, line: str, where: str) -> SimulatedRequest:
@@ -117,7 +117,7 @@ class TraceTraffic:
         return SimulatedRequest(float(arrival_s), prompt, num_new, self._new(), priority=values.get("priority", 0))
 
     def _of_hashes(self, num_prompt: int, hash_ids: list[int], where: str) -> tuple[TokenSpan, ...]:
-        """Return the spans of a prompt whose pieces have hashes; tokens behind the last one are its own."""
+        """Return the spans of a prompt whose pieces have hashes; tokens after the last piece get a new stream."""
         size = self._hash_block
         most = -(-num_prompt // size)
         if len(hash_ids) > most:
@@ -128,13 +128,13 @@ class TraceTraffic:
         spans = []
         for idx, hash_id in enumerate(hash_ids):
             length = min(size, num_prompt - idx * size)
-            # The last piece may be cut: its hash stands for these tokens only.
+            # The last piece may be shorter: its hash identifies these tokens only.
             spans.append(TokenSpan(self._of(hash_id if length == size else (hash_id, length)), 0, length))
         num_left = num_prompt - size * len(hash_ids)
         return (*spans, TokenSpan(self._new(), 0, num_left)) if num_left > 0 else tuple(spans)
 
     def _of_ids(self, token_ids: list[int]) -> tuple[TokenSpan, ...]:
-        """Return the spans of a prompt of token ids: one for each piece of a block, known by all up to its end."""
+        """Return the spans of a prompt of token ids: one for each block, identified by all tokens up to its end."""
         spans, parent = [], -1
         for start in range(0, len(token_ids), self._block_size):
             piece = tuple(token_ids[start : start + self._block_size])
@@ -154,7 +154,7 @@ class TraceTraffic:
 
 
 def _checked(line: str, where: str) -> dict[str, Any]:
-    """Return the fields of a line, all of them known and in their ranges."""
+    """Parse a line, and check that all fields are known and in their ranges."""
     if len(line) > MAX_LINE:
         raise TraceError(f"{where}: it must have at most {MAX_LINE:,} characters, got {len(line):,}")
     try:

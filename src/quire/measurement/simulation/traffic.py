@@ -1,7 +1,7 @@
 """Synthetic traffic: arrivals, lengths, shared system prompts, conversations and agents, from a seed.
 
 ```
- session  [ system prompt ][ user ][ answer ][ user ][ answer ] ...     each turn's prompt is all before its answer
+ session  [ system prompt ][ user ][ answer ][ user ][ answer ] ...     a turn's prompt is all text before its answer
           |<-- shared  -->|<-- of this session only -->|
 ```
 """
@@ -21,18 +21,18 @@ from quire.measurement.simulation.request import SimulatedRequest
 MAX_REQUESTS = 100_000_000
 MAX_LENGTH = 1 << 20
 MAX_TURNS = 10_000
-# Streams of a session: its user's messages and answers have numbers behind those of all sessions before it.
+# First stream of sessions; messages and answers of a session have the numbers after all earlier sessions' streams.
 _FIRST_STREAM = 1 << 16
 
 
 class TrafficSource(Protocol):
-    """The requests of one run, for the same seed always the same."""
+    """The requests of one run, which depend on the seed only."""
 
     def requests(self) -> Iterator[SimulatedRequest]:
-        """Yield the requests that come by themselves, in the order of their arrivals."""
+        """Yield the requests that do not follow another one, in the order of their arrivals."""
 
     def follow_up(self, ended: SimulatedRequest, now_s: float) -> SimulatedRequest | None:
-        """Return the request that follows one which has ended, None where there is none."""
+        """Return the request that follows an ended one, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +40,18 @@ class TrafficShape:
     """The statistics of synthetic traffic. Lengths are in tokens and lognormal unless a deviation is 0.
 
     Args:
-        num_requests: number of requests, all turns counted; fewer where sessions end at `max_context`.
-        rate: requests per second on average, all turns counted.
-        burstiness: variation of the gaps between arrivals of sessions, as standard deviation by mean: 1 is a Poisson
-            process, more comes in bursts, 0 is a clock.
-        input_len, input_sigma: mean of a user's message, and standard deviation of its logarithm.
-        output_len, output_sigma: the same of an answer.
+        num_requests: number of requests, counting all turns; fewer if sessions end at `max_context`.
+        rate: requests per second on average, counting all turns.
+        burstiness: coefficient of variation of the gaps between arrivals of sessions (standard deviation by mean): 1
+            is a Poisson process, more comes in bursts, 0 is a clock.
+        input_len, input_sigma: mean length of a user's message, and standard deviation of its logarithm.
+        output_len, output_sigma: the same for an answer.
         turns: mean number of turns of a session; the number is geometric, or constant with `fixed_turns`.
-        fixed_turns: whether all sessions have the same number of turns.
+        fixed_turns: True if all sessions have the same number of turns.
         think_s: mean seconds between an answer and the next turn; exponential.
         system_len: tokens of a system prompt, with which every session begins; 0 for none.
-        num_systems: number of system prompts, of which each session has one, the first ones more often (Zipf's law).
-        max_context: greatest number of tokens of a prompt and its answer; a session ends before a longer one.
+        num_systems: number of system prompts; each session has one, the first ones more often (Zipf's law).
+        max_context: maximum number of tokens of a prompt and its answer; a session ends before it is exceeded.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -111,7 +111,7 @@ def lognormal_sigma(mean: float, median: float) -> float:
     return math.sqrt(2 * math.log(mean / median))
 
 
-# Shapes after published statistics; docs/simulate.md has the sources. The rest of each is `TrafficShape`'s defaults.
+# Shapes after published statistics; docs/simulate.md has the sources. Other fields have `TrafficShape`'s defaults.
 TRAFFIC: Mapping[str, Mapping[str, float]] = {
     "uniform": {},
     "sharegpt": {"input_len": 161, "input_sigma": 1.0, "output_len": 338, "output_sigma": 0.8},
@@ -166,12 +166,12 @@ class _Session:
 
 
 class SyntheticTraffic:
-    """Requests of a shape.
+    """Synthetic requests.
 
     Args:
-        shape: statistics.
-        seed: seed of everything that is random; each session has a generator of its own, so that the moment at which
-            an answer ends changes no length.
+        shape: statistics of the requests.
+        seed: seed of all random numbers; each session of several turns has its own generator, so that lengths do not
+            depend on the times at which answers end.
     """
 
     def __init__(self, shape: TrafficShape, seed: int) -> None:
@@ -225,7 +225,7 @@ class SyntheticTraffic:
         return SimulatedRequest(arrival_s, prompt, num_new, stream + 1, session=key, turn=turn)
 
     def _gap_s(self, rng: random.Random) -> float:
-        """Return the seconds to the next session."""
+        """Return the seconds from one arrival of a session to the next."""
         shape = self.shape
         mean_s = shape.turns / shape.rate
         if shape.burstiness == 0:

@@ -1,1 +1,1 @@
-"""A simulated replica: its engine's step, costs and requests."""
+"""A simulated replica: its steps, their times, and its requests."""

@@ -1,4 +1,4 @@
-"""Simulations without Python's collector of cycles."""
+"""Simulations without Python's cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_cycle_collection() -> Iterator[None]:
-    """Have the process collect no cycles of objects meanwhile.
+    """Disable the cyclic garbage collector in a block.
 
-    The objects of a simulation are in no cycles once they have served: a request that has ended is taken apart. But
-    their number grows to millions, and the collector would go through all of them again and again.
+    A simulation leaves no cycles of objects behind, since ended requests are taken apart. But the number of its objects
+    grows to millions, and the collector would visit all of them again and again.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
 """A simulated data plane of plain dictionaries, which executes plans and checks every read of the KV cache.
 
-Every slot stores the token and the position that were written to it. The next token is a function of the tokens read
-through the block table. So a block that was shared, copied, merged, evicted or reused wrongly gives other tokens, and
-is detected when it is read.
+Every slot stores the token and the position that were written to it. Each step compares all visible slots, found
+through the block tables, with the sequence's tokens, so a block that was shared, copied, merged, evicted or reused
+wrongly is detected when it is read. The next token is a hash of the sequence's tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _OpenSequence:
         self.write(0, new_sequence.token_ids)
 
     def write(self, start: int, token_ids: Sequence[int]) -> None:
-        """Set the tokens from a position on; placeholders of media are stored with digest and row."""
+        """Replace the tokens from a position on; placeholders of media are stored with digest and row."""
         rows = self._rows
         if rows:
             numbered = enumerate(token_ids, start)
@@ -49,7 +49,7 @@ class _OpenSequence:
 
 
 class SimulatedExecutor:
-    """Executor of plans over slots that hold `(position, token)`."""
+    """Executes plans over slots that store `(position, token)`."""
 
     def __init__(self, block_size: int, vocab_size: int, specs: Sequence[KVCacheSpec] = ()) -> None:
         self.block_size = block_size
@@ -69,7 +69,7 @@ class SimulatedExecutor:
         return len(self._open)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Copy blocks, write the step's tokens, read each sequence back, and draw tokens."""
+        """Copy blocks, write the step's tokens, check each sequence's slots, and sample tokens."""
         for seq_id in plan.finished_ids:
             del self._open[seq_id]
         for copy in plan.ops.copies:
@@ -84,14 +84,14 @@ class SimulatedExecutor:
         return StepResult(plan.tick, tuple(map(self._draw, drawing)), found)
 
     def predict_next(self, seq_id: int, token_ids: Sequence[int]) -> int | None:
-        """Return the next token after a sequence's computed tokens and these; None where it is not open."""
+        """Return the next token after a sequence's computed tokens and `token_ids`; None if it is not open."""
         sequence = self._open.get(seq_id)
         if sequence is None:
             return None
         return self._next_token(sequence.new_sequence, [*sequence.tokens, *token_ids], 0)
 
     def measure_copies(self) -> None:
-        """Do nothing: a simulation has no times."""
+        """Do nothing: copies take no time here."""
 
     def move(self, ops: MemoryOps) -> None:
         """Copy blocks without a step."""
@@ -144,7 +144,7 @@ class SimulatedExecutor:
     def _fill_drafts(self, item: ScheduledSequence) -> ScheduledSequence:
         """Return the item with drafts in place of placeholders.
 
-        A draft is right, except where the context length is 3 k.
+        A draft is right unless the length of its context is a multiple of 3.
         """
         if not item.num_draft or item.token_ids[-1] != UNKNOWN:
             return item
@@ -163,7 +163,7 @@ class SimulatedExecutor:
     def _advance_state(
         self, item: ScheduledSequence, group_idx: int, block_id: int, written: dict[tuple[int, int], int]
     ) -> None:
-        """Read the recurrent state, which must cover exactly the tokens before the item's, and write the next one."""
+        """Read the recurrent state, which must cover exactly the tokens before the item, and write the next state."""
         key, tokens = (Tier.DEVICE, group_idx, block_id), self._open[item.seq_id].tokens
         self._claim((group_idx, block_id), item.seq_id, written)
         if block_id == NULL_BLOCK:
@@ -180,20 +180,20 @@ class SimulatedExecutor:
         return block_id * self.block_size + position % self.block_size
 
     def _read(self, item: ScheduledSequence) -> None:
-        """Read all slots that the item's queries read, through the block tables."""
+        """Check all slots that the item's queries read, through the block tables."""
         sequence = self._open[item.seq_id]
         end = item.start + len(item.token_ids)
         for group_idx, (spec, table) in enumerate(zip(self.specs, sequence.tables, strict=True)):
             if spec.is_recurrent:
                 continue
-            # Later queries read no slots before those of the first query.
+            # The first query reads the earliest slots.
             for position in range(spec.first_live_token(item.start), end):
                 content = self._slots.get((group_idx, self._slot(table, position)))
                 if content != (position, sequence.tokens[position]):
                     raise InvariantViolation("M5", f"sequence {item.seq_id} reads {content} at position {position}")
 
     def _draw(self, item: ScheduledSequence) -> ItemResult:
-        """Return tokens that depend on the whole context: one for each sample, or a run over the drafts."""
+        """Return sampled tokens: one for each sample, or the accepted drafts and one more token."""
         sequence = self._open[item.seq_id]
         end = item.start + len(item.token_ids)
         if item.num_draft:
@@ -209,7 +209,7 @@ class SimulatedExecutor:
         )
 
     def _next_token(self, new_sequence: NewSequence, context: list[Token], draw_idx: int) -> int:
-        """Return a token that is a function of seed, sample and context; suppressed tokens are excluded."""
+        """Return a token as a hash of seed, sample and context; suppressed tokens are excluded."""
         allowed = self._allowed_ids(new_sequence, len(context))
         return allowed[_number(new_sequence.seed, new_sequence.sample_idx + draw_idx, context) % len(allowed)]
 
@@ -235,7 +235,7 @@ class SimulatedExecutor:
 def log_probabilities(seed: int, context: Sequence[Token], vocab_size: int) -> list[float]:
     """Return a log probability from -8 to 0 for each token after a context, as a function of seed and context."""
     number = _number(seed, 0, context)
-    # Odd multiples, modulo a power of two, are spread over the whole range.
+    # Odd multiples, modulo a power of two, spread over the whole range.
     return [-8.0 * (number * (2 * token_id + 1) % 2**64) / 2**64 for token_id in range(vocab_size)]
 
 
@@ -245,13 +245,13 @@ def _number(seed: int, index: int, context: Sequence[Token]) -> int:
 
 
 class CountingExecutor:
-    """Executor that returns a fixed token for every item, for measuring the control plane alone."""
+    """Returns a fixed token for every sample, to measure the control plane alone."""
 
     def __init__(self, token_id: int = 1) -> None:
         self.token_id = token_id
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Return the fixed token for each draw."""
+        """Return the fixed token for each sample."""
         token = (self.token_id,)
         return StepResult(plan.tick, tuple(ItemResult(item.seq_id, token * item.num_samples) for item in plan.items))
 

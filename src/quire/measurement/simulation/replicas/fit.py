@@ -16,7 +16,8 @@ from quire.measurement.simulation.replicas.step_time import (
 )
 
 MIN_STEPS = 30
-# Rounds in which steps whose error is large, since something else ran, lose weight; and what counts as large.
+# Number of rounds in which outliers (steps that something else slowed down) lose weight, and the ratio of an outlier's
+# error to the median.
 NUM_ROUNDS = 8
 LARGE_ERROR = 2.5
 
@@ -34,8 +35,8 @@ class FitQuality(NamedTuple):
     Args:
         num_steps: number of steps.
         median_error, p90_error: percentiles of the absolute relative errors.
-        total_error: relative error of the sum of all steps; above 0 where the fit is too slow.
-        r_squared: share of the variance of the seconds that the fit explains.
+        total_error: relative error of the sum of all steps; above 0 if the fit is too slow.
+        r_squared: share of the variance of the seconds that is explained by the fit.
     """
 
     num_steps: int
@@ -46,7 +47,7 @@ class FitQuality(NamedTuple):
 
 
 def fit_step_time(steps: Sequence[MeasuredStep]) -> tuple[FittedStepTime, FitQuality]:
-    """Return the model that fits some steps best, and how well it does."""
+    """Return the model that fits measured steps best, and the quality of the fit."""
     if len(steps) < MIN_STEPS:
         raise ConfigError(f"a fit needs at least {MIN_STEPS} steps, got {len(steps)}", field="step_times")
     wrong = next((step.seconds for step in steps if not step.seconds > 0), None)
@@ -68,7 +69,7 @@ def fit_step_time(steps: Sequence[MeasuredStep]) -> tuple[FittedStepTime, FitQua
 
 
 def quality_of(model: FittedStepTime, steps: Sequence[MeasuredStep]) -> FitQuality:
-    """Return the errors of a model on some steps."""
+    """Return the errors of a model on measured steps."""
     fitted = [model.of_step(step.parts) for step in steps]
     measured = [step.seconds for step in steps]
     errors = sorted(abs(mine / theirs - 1) for mine, theirs in zip(fitted, measured, strict=True))
@@ -87,12 +88,12 @@ def quality_of(model: FittedStepTime, steps: Sequence[MeasuredStep]) -> FitQuali
 def solve_non_negative(
     rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float]
 ) -> list[float]:
-    """Return the coefficients of at least 0 with the least weighted sum of squared errors.
+    """Return the non-negative coefficients with the least weighted sum of squared errors.
 
     Source: Lawson and Hanson, Solving Least Squares Problems, chapter 23, on the normal equations.
     """
     count = len(rows[0])
-    # Columns of length 1, so that counters of tokens and constants are alike.
+    # Columns are scaled to length 1, since features differ by orders of magnitude.
     lengths = [
         sum(weight * row[idx] ** 2 for row, weight in zip(rows, weights, strict=True)) ** 0.5 or 1.0
         for idx in range(count)
@@ -117,7 +118,7 @@ def solve_non_negative(
         while True:
             chosen = _solve([[gram[idx][other] for other in free] for idx in free], [wanted[idx] for idx in free])
             if chosen is None:
-                # The last feature is a sum of others, which have said all that it would.
+                # The last feature is linearly dependent on the others, so it adds nothing.
                 found[free.pop()] = 0.0
                 return [value / length for value, length in zip(found, lengths, strict=True)]
             if min(chosen) > 0:
@@ -136,7 +137,7 @@ def solve_non_negative(
 
 
 def _solve(matrix: list[list[float]], wanted: list[float]) -> list[float] | None:
-    """Return the solution of linear equations by elimination; None where they have no single one."""
+    """Return the solution of linear equations by elimination; None if the matrix is singular."""
     count = len(wanted)
     rows = [[*row, value] for row, value in zip(matrix, wanted, strict=True)]
     for idx in range(count):

@@ -1,14 +1,13 @@
-"""A simulated replica: the real scheduler and the real memory, in steps whose results are lengths and times only.
+"""A simulated replica: the real scheduler and memory manager, with steps that have only lengths and times.
 
 ```
  real step   plan ------------- seconds of the model ------------> results, then the next plan
  leap        |  .  |  .  |  .  |  .  |  .  |  .  |  .  |  .  |     decoding steps in which nothing is decided
 ```
 
-While all running sequences decode and no block is missing, a step decides nothing; the first that ends one is the last
-of these. Such steps are taken in one leap: the sequences get the slots and the tokens of all steps at once. The times
-are added up step by step, as the real steps would, so that a simulation without leaps gives the same results, bit for
-bit.
+While all running sequences decode and no block is missing, steps need no scheduling decision, up to and including the
+first step that ends a sequence. Such steps are simulated in one leap: the sequences get the slots and tokens of all
+steps at once. Times are added step by step, so that a simulation without leaps gives the same results, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
 
-# Prompt tokens of the step by which the rate of prefilling is told to the scheduler.
+# Prompt tokens of the step from which the scheduler's rate of prefilling is computed.
 RATE_TOKENS = 512
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 NAMESPACE = Namespace()
 _BOTH_TIERS = {Tier.DEVICE, Tier.HOST}
-# The fields of a result besides its sequence and its tokens.
+# The fields of a result except its sequence and tokens.
 _NO_MORE = ItemResult(0, ())[2:]
 
 
@@ -77,7 +76,7 @@ class EngineReplica:
         can_leap: bool = True,
     ) -> None:
         self.memory: KVCacheManager = settings.memory.build()
-        # Withdrawn blocks are remembered for the reasons of later misses, which nobody reads here.
+        # Tombstones record the reasons of later misses, which are not used here.
         self.memory.tree.max_tombstones = 0
         self.scheduler = Scheduler(
             self.memory,
@@ -98,7 +97,7 @@ class EngineReplica:
         self._step_time = step_time
         self._samples = samples
         self._table = table
-        # Windows give blocks back while a sequence decodes, which a leap would do later.
+        # With windows, blocks are freed while a sequence decodes; a leap would free them too late.
         groups = self.memory.groups
         is_plain = len(groups) == 1 and not (self.memory.windowed_groups or groups[0].is_recurrent)
         self._can_leap = can_leap and is_plain and step_time.is_additive
@@ -106,7 +105,7 @@ class EngineReplica:
         self._num_requests = 0
         self._plan: StepPlan | None = None
         self._leap: Leap | None = None
-        # True where another plan would admit nobody either, until a request comes or ends.
+        # True if another plan would admit no request either, until a request arrives or ends.
         self._is_decided = False
         self.end_s: float | None = None
         self.version = 0
@@ -118,7 +117,7 @@ class EngineReplica:
     def submit(
         self, request: SimulatedRequest, now_s: float, num_new: int | None = None, num_cached: int | None = None
     ) -> bool:
-        """Queue a request; return whether the replica can ever hold it."""
+        """Queue a request; return False if the replica can never hold it."""
         self._cut_leap(now_s)
         num_new = request.num_new if num_new is None else num_new
         prompt = self._table.token_ids(request.prompt)
@@ -142,7 +141,7 @@ class EngineReplica:
             self._samples.num_rejected += 1
             return False
         sequence = queued.sequences[0]
-        # The sequence has a copy of the tokens; of the request's own only their number is read from now on.
+        # The sequence has a copy of the tokens; only the number of the request's tokens is read from now on.
         queued.prompt_token_ids = range(num_prompt)  # type: ignore[assignment]
         self._jobs[sequence.seq_id] = LiveRequest(request, sequence, num_prompt, num_new, num_cached)
         self.num_unfinished += 1
@@ -153,42 +152,45 @@ class EngineReplica:
         return True
 
     def hit_tokens(self, request: SimulatedRequest, now_s: float) -> int:
-        """Return how many tokens of a request's prompt the memory would reuse now."""
+        """Return the number of tokens of a request's prompt that would be reused now."""
         self.settle(now_s)
         chain = self.memory.chain(self._table.token_ids(request.prompt), NAMESPACE)
         return self.memory.match_prefix(chain).num_tokens
 
     def settle(self, now_s: float) -> None:
-        """Bring a leap to the present: its ended steps are taken, and the step in progress is one by itself."""
+        """Bring a leap to the present: apply its ended steps, and plan the step in progress as a single step."""
         if self._leap is not None:
             start_s, ends_s = self._leap
-            # The last step, which may end requests, is not among them: it ends by its own event.
+            # The last step, which may end requests, is never among them: it ends by a separate event.
             num_ended = bisect_left(ends_s, now_s)
             self._take_steps(num_ended)
             self._begin_step(ends_s[num_ended - 1] if num_ended else start_s)
 
     def end_step(self) -> tuple[list[SimulatedRequest], list[SimulatedRequest]]:
-        """End the step or the leap in progress, and begin the next one; see `take_results`."""
+        """End the step or leap in progress, and begin the next one; see `take_results`."""
         results = self.take_results()
         self.begin_next()
         return results
 
     def take_results(self) -> tuple[list[SimulatedRequest], list[SimulatedRequest]]:
-        """End the step or the leap in progress; `begin_next` must follow at the same moment."""
+        """End the step or leap in progress, and return the requests whose answers began, and the requests that ended.
+
+        `begin_next` must follow at the same time.
+        """
         assert self.end_s is not None, "no step is in progress"
         if self._leap is None:
             return self._take_results(self.end_s)
         return [], self._take_steps(len(self._leap.ends_s))
 
     def begin_next(self) -> None:
-        """Begin the next step or leap where one has ended."""
+        """Begin the next step or leap at the end of the last one."""
         assert self.end_s is not None, "no step has ended"
         self._begin(self.end_s)
 
     # ---- a step ----
 
     def _begin(self, now_s: float) -> None:
-        """Begin a leap or a step; without unfinished requests the replica is idle."""
+        """Begin a leap or a step; without unfinished requests, become idle."""
         if not self._jobs:
             self.busy_s += now_s - self._busy_since_s
             self._set_end(None)
@@ -215,13 +217,13 @@ class EngineReplica:
         parts = parts_of(plan.items, self.memory)
         seconds = self._step_time.of_step(parts) + self._copy_s(plan.ops)
         is_decoding = all(part.num_pending == 1 for part in parts)
-        # A step with a preemption admits nobody, and the next one may.
+        # A step with a preemption admits no request, but the next one may.
         is_calm = scheduler.stats.num_preemptions == num_preemptions
         self._is_decided = is_decoding and is_calm and len(parts) == len(scheduler.running)
         self._set_end(now_s + seconds)
 
     def _copy_s(self, ops: MemoryOps) -> float:
-        """Return the seconds of copies between the device and the host; others are counted as nothing."""
+        """Return the seconds of copies between device and host; other copies count as 0."""
         if not ops.copies:
             return 0.0
         groups = self.memory.groups
@@ -230,7 +232,7 @@ class EngineReplica:
         return num_bytes / self._settings.copy_bytes_per_s
 
     def _take_results(self, now_s: float) -> tuple[list[SimulatedRequest], list[SimulatedRequest]]:
-        """Give each sequence of the plan its token, and return the requests that begin to answer, and that end."""
+        """Return each sequence's token to the scheduler; return the requests whose answers began, and that ended."""
         plan, jobs, table = self._plan, self._jobs, self._table
         assert plan is not None, "no step is in progress"
         self._plan = None
@@ -246,7 +248,7 @@ class EngineReplica:
             results.append(new(ItemResult, (item.seq_id, token_ids, *_NO_MORE)))
         self.scheduler.update_from_results(plan.items, results)
         started, ended = [], []
-        # Nearly all sequences got their last token at one moment.
+        # Nearly all sequences got their last token at the same time, so gaps are counted by this time.
         num_before: dict[float, int] = {}
         for job in sampled:
             job.num_remaining -= 1
@@ -266,8 +268,8 @@ class EngineReplica:
         """Record a request that has ended."""
         request, sequence = job.request, job.sequence
         del self._jobs[sequence.seq_id]
-        # A request and its sequences name each other: without this, they and their tokens would stay until the cyclic
-        # garbage collector comes, which takes as much memory as all that is alive.
+        # A request and its sequences refer to each other: without this, they and their tokens would stay in memory,
+        # since the cyclic garbage collector is disabled.
         sequence.request.sequences.clear()
         self.num_unfinished -= 1
         self._is_decided = False
@@ -282,7 +284,7 @@ class EngineReplica:
     # ---- a leap ----
 
     def _cut_leap(self, now_s: float) -> None:
-        """Let a leap end with the step in progress, which was planned before what has just happened."""
+        """End a leap with the step in progress, which was planned before the new request arrived."""
         if self._leap is not None:
             ends_s = self._leap.ends_s
             num_steps = bisect_left(ends_s, now_s) + 1
@@ -291,12 +293,12 @@ class EngineReplica:
                 self._set_end(ends_s[-1])
 
     def _leap_length(self, now_s: float) -> int:
-        """Return the number of next steps in which nothing is decided.
+        """Return the number of next steps without a scheduling decision.
 
-        Every running sequence decodes and got a token just now, none of them ends before the last of the steps, none of
-        the others can be admitted, and no block is missing. A waiting sequence that was not admitted in the last step
-        has less room in these, as long as no running one ends. One of a higher priority may preempt as soon as others
-        have grown, however.
+        In these steps, every running sequence decodes and got a token just now, none ends before the last step, no
+        waiting sequence can be admitted, and no block is missing. A waiting sequence that was not admitted in the last
+        step has even less room now, until a running one ends. But a sequence of a higher priority may preempt others
+        when they have grown, so only the policy "fcfs" leaps with waiting sequences.
         """
         scheduler, jobs = self.scheduler, self._jobs
         running = scheduler.running
@@ -316,7 +318,7 @@ class EngineReplica:
         return num_steps_with_room(self.memory, running, num_steps)
 
     def _take_steps(self, count: int) -> list[SimulatedRequest]:
-        """Take the first steps of the leap in progress, which ends; return the requests that end with the last."""
+        """Apply the first steps of the leap, and end it; return the requests that end with the last of these steps."""
         leap, self._leap = self._leap, None
         assert leap is not None, "no leap is in progress"
         if not count:
@@ -330,14 +332,14 @@ class EngineReplica:
         for sequence in running:
             seq_id = sequence.seq_id
             job = jobs[seq_id]
-            # The first token came with the prompt's last step, so all of these have their positions as ids.
+            # The first token came with the prompt's last step; the ids of all further tokens are their positions.
             position = job.num_new - job.num_remaining
             job.num_remaining -= count
             job.last_s = last_s
             computed[seq_id] = sequence.num_computed + count
             num_taken = count
             if not job.num_remaining:
-                # The scheduler appends the last token itself, and ends the sequence.
+                # The scheduler appends the last token, and ends the sequence.
                 num_taken -= 1
                 ending.append(job)
             sequence.tokens += ids[position : position + num_taken]
@@ -349,7 +351,7 @@ class EngineReplica:
         return self._finish(ending) if ending else []
 
     def _finish(self, jobs: list[LiveRequest]) -> list[SimulatedRequest]:
-        """Give sequences their last tokens, by which the scheduler ends them, and record their requests."""
+        """Return the last tokens of sequences to the scheduler, which ends them, and record their requests."""
         items, results = [], []
         for job in jobs:
             sequence = job.sequence

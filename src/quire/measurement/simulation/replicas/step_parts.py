@@ -1,4 +1,4 @@
-"""The parts of a planned step, by which its time is modelled."""
+"""Conversion of a planned step to the inputs of a step time model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.scheduling.plan import ScheduledSequence
 
 
 def parts_of(items: Sequence[ScheduledSequence], memory: KVCacheManager) -> list[StepItem]:
-    """Return the parts of a planned step, by which its time is modelled."""
+    """Return the items of a planned step, for a step time model."""
     states = memory.sequences
     tables = [(states[item.seq_id].tables[0], item.start) for item in items]
     num_shared = shared_tokens(tables, memory.block_size)

@@ -1,4 +1,4 @@
-"""Models of the time that a step takes: the only thing that a simulated data plane has."""
+"""Models of the time of a step, which take the place of the data plane in a simulation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StepItem(NamedTuple):
     Args:
         start: number of cached tokens.
         num_pending: number of tokens to compute.
-        num_read: number of the last of those tokens that go through the head.
-        num_shared: number of the cached tokens in blocks that an earlier sequence of the step has too.
+        num_read: number of the last computed tokens that go through the head.
+        num_shared: number of cached tokens in blocks that an earlier sequence of the step has too.
     """
 
     start: int
@@ -28,16 +28,16 @@ class StepItem(NamedTuple):
 
 
 def shared_tokens(tables: Sequence[tuple[Sequence[int], int]], block_size: int) -> list[int]:
-    """Return for each sequence how many of its cached tokens lie in blocks that an earlier sequence has too.
+    """Return the number of cached tokens of each sequence in blocks that an earlier sequence has too.
 
-    A kernel of attention can read such blocks once for all. Sequences share leading blocks only, so each is compared
-    with the first and with the last one before it that have the same first block.
+    An attention kernel can read such blocks once for all. Sequences share leading blocks only, so each is compared with
+    the first and the last sequence before it that have the same first block.
     """
     first_blocks = [table[0] for table, num_cached in tables if num_cached]
     if len({*first_blocks}) == len(first_blocks):
         return [0] * len(tables)
     found: list[int] = []
-    # First block -> the first table that has it, and the last one so far.
+    # First block -> the first table with this block, and the last one so far.
     known: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
     for table, num_cached in tables:
         if not num_cached:
@@ -56,7 +56,7 @@ def shared_tokens(tables: Sequence[tuple[Sequence[int], int]], block_size: int) 
 
 
 def _num_common_blocks(table: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many leading blocks two tables have in common; the first is one of them."""
+    """Return the number of leading blocks that two tables have in common, which is at least 1."""
     low, high = 1, min(len(table), len(other)) + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -65,7 +65,7 @@ def _num_common_blocks(table: Sequence[int], other: Sequence[int]) -> int:
 
 
 class StepTimeModel(Protocol):
-    """Seconds of a step as a function of its parts, and of nothing else."""
+    """A model of the seconds of a step, which depend on nothing but its items."""
 
     def of_step(self, parts: Sequence[StepItem]) -> float:
         """Return the seconds of a step, above 0."""
@@ -75,32 +75,32 @@ class StepTimeModel(Protocol):
     ) -> list[float]:
         """Return the ends of consecutive steps in which each sequence computes one token.
 
-        They are what adding the seconds of `of_step` to `start_s`, one step after the other, gives, bit for bit.
+        They equal, bit for bit, the results of adding the seconds of `of_step` to `start_s`, step by step.
 
         Args:
             start_s: start of the first step.
             num_sequences: number of sequences.
-            num_cached: number of cached tokens of all of them at the start.
-            num_shared: sum of `StepItem.num_shared`, which stays.
+            num_cached: number of cached tokens of all sequences at the start.
+            num_shared: sum of `StepItem.num_shared`, which is constant.
             count: number of steps.
         """
 
     @property
     def is_additive(self) -> bool:
-        """Whether a decoding step depends on the sum of the sequences' lengths only, so that `decode_ends` can be used.
+        """True if a decoding step depends on the sum of the sequences' lengths only, as `decode_ends` requires.
 
-        A model with a window of attention has no such step: what a sequence reads stops growing.
+        With windows of attention it does not, because a sequence's reads stop growing.
         """
 
 
-# A step of n rows has all rows up to the first bound at the first rate, those up to the next at the second, and so on.
+# Rows up to the first bound cost the first rate, rows from there to the second bound the second rate, and so on.
 ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ROW_NAMES = (*(f"rows_to_{bound}" for bound in ROW_BOUNDS), "rows_above")
 FEATURES = ("step", *ROW_NAMES, "sequences", "read_tokens", "cached_tokens", "pairs")
 
 
 def rows_in_ranges(num_rows: int) -> list[int]:
-    """Return how many of the rows of a step lie in each range of `ROW_BOUNDS`."""
+    """Return the number of rows of a step in each range of `ROW_BOUNDS`."""
     counts, before = [], 0
     for bound in ROW_BOUNDS:
         counts.append(max(0, min(num_rows, bound) - before))
@@ -111,7 +111,7 @@ def rows_in_ranges(num_rows: int) -> list[int]:
 def features_of(parts: Iterable[StepItem]) -> tuple[int, int, int, int, int]:
     """Return the number of rows, of sequences, of tokens to read, of cached tokens, and of pairs.
 
-    A pair is a row and a token that it sees; a cached token that several sequences share is read once.
+    A pair is a row and a visible token; a cached token that several sequences share is read once.
     """
     num_rows = num_sequences = num_read = num_cached = num_pairs = 0
     for start, count, _, num_shared in parts:
@@ -127,12 +127,12 @@ def features_of(parts: Iterable[StepItem]) -> tuple[int, int, int, int, int]:
 class FittedStepTime:
     """Seconds as a sum of non-negative coefficients times features of a step.
 
-    Rows cost more or less as there are more of them: few rows wait for the weights, many for the arithmetic. So the
-    seconds of the rows are a rising line with bends at `ROW_BOUNDS`.
+    The cost of a row depends on the number of rows: few rows wait for the weights, many for the arithmetic. So the
+    seconds of the rows are a rising, piecewise linear function with bends at `ROW_BOUNDS`.
 
     Args:
-        coefficients: seconds for one of each of `FEATURES`: a step, a row in each range, a sequence, a token to read, a
-            cached token, a pair of a row and a token that it sees.
+        coefficients: seconds per unit of each of `FEATURES`: a step, a row in each range, a sequence, a token to read,
+            a cached token, a pair of a row and a visible token.
     """
 
     coefficients: Mapping[str, float]
@@ -148,7 +148,7 @@ class FittedStepTime:
                 raise ConfigError(f"{name} must be a number of seconds of at least 0, got {shown(value)}", field=name)
         if not given["step"] + given["rows_to_1"] > 0:
             raise ConfigError("step and rows_to_1 are both 0: a step of one row would take no time", field="step")
-        # Seconds of a step of as many rows as each bound.
+        # Seconds of a step and its rows at each bound.
         at_bounds, before = [given["step"]], 0
         for bound, name in zip(ROW_BOUNDS, ROW_NAMES, strict=False):
             at_bounds.append(at_bounds[-1] + (bound - before) * given[name])
@@ -157,7 +157,7 @@ class FittedStepTime:
 
     @property
     def is_additive(self) -> bool:
-        """True: only sums over the sequences count."""
+        """True, because all features are sums over the sequences."""
         return True
 
     def of_step(self, parts: Sequence[StepItem]) -> float:

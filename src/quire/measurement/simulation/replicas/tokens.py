@@ -1,7 +1,7 @@
 """The tokens of simulated requests: spans of streams, which become token ids only when a replica serves them.
 
-A *stream* is an endless text that has a number: a system prompt, a user's message, an answer. Two streams differ in
-their first token, so a prompt hits another one's blocks exactly as far as both begin with the same spans.
+A *stream* is an endless numbered text: a system prompt, a user's message, an answer. Two streams differ in their first
+token, so a prompt hits another prompt's blocks exactly as far as both begin with the same spans.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TokenSpan(NamedTuple):
 
 
 class TokenTable:
-    """Makes the token ids of spans; all of its lists share the same integers, so a token takes eight bytes."""
+    """Returns the token ids of spans; all lists share the same integer objects, so a token takes eight bytes."""
 
     __slots__ = ("_ids",)
 
@@ -31,7 +31,7 @@ class TokenTable:
         self._ids = list(range(num_ids))
 
     def at_least(self, count: int) -> list[int]:
-        """Return the ids at positions of a stream, the first of which is another one; do not change the list."""
+        """Return at least `count` ids of a stream, except its first one, which differs; do not change the list."""
         ids = self._ids
         if count > len(ids):
             ids += range(len(ids), max(count, 2 * len(ids)))
