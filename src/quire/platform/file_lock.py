@@ -1,4 +1,4 @@
-"""Locks on files that end with the process."""
+"""Locks on files, which are released when the process ends."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 
 
 def lock_file(file: int, *, shared: bool = False) -> bool:
-    """Lock a file until it is closed; return False where another process, or another open file, has the lock.
+    """Lock a file until it is closed; return False if another process, or another open file, has the lock.
 
-    A file that is locked already gets the other kind of lock.
+    A second call for the same descriptor can change the kind of the lock.
 
     Args:
         file: descriptor of a file that is open for writing.
-        shared: True for a lock that others may have at the same time. Windows has none: it is exclusive there.
+        shared: True for a lock that others may have at the same time; exclusive on Windows, which has no such locks.
 
     Raises:
         OSError: the file system has no locks.
@@ -36,7 +36,7 @@ def lock_file(file: int, *, shared: bool = False) -> bool:
 
 
 def wait_for_lock(file: int, timeout_s: float) -> bool:
-    """Lock a file as `lock_file` does, exclusively; return False where others have it for all of `timeout_s`."""
+    """Lock a file exclusively, by `lock_file`; return False if the lock is not free within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     pause_s = 0.001
     while not lock_file(file):

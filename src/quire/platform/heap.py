@@ -1,4 +1,4 @@
-"""The cyclic garbage collector's passes over what a process has loaded."""
+"""Exclusion of existing objects from passes of the cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def frozen_heap(*, is_wanted: bool) -> Iterator[None]:
-    """Keep the present objects out of the collector's passes within the block, unless the process does so itself.
+    """Exclude existing objects from the collector's passes within a block, unless the process has frozen objects.
 
-    What becomes garbage within the block and was there before is collected afterwards.
+    Existing objects that become garbage within the block are collected after it.
 
     Args:
-        is_wanted: False to do nothing. Frozen objects of the process are counted, which takes milliseconds where there
-            are any.
+        is_wanted: False to do nothing. If True, the frozen objects of the process are counted first, which takes
+            milliseconds if there are any.
     """
     is_ours = is_wanted and not gc.get_freeze_count()
     if is_ours:

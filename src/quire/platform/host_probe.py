@@ -1,4 +1,4 @@
-"""Device, memory and cores that this process may use, limits of control groups included."""
+"""Device, memory and cores that this process may use, including limits of control groups."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def pick_device(option: str) -> str:
     """Return "cpu" or "cuda" for a device option.
 
     Args:
-        option: "cpu", "cuda", or "auto" for a GPU when there is one.
+        option: "cpu", "cuda", or "auto" for a GPU if there is one.
 
     Raises:
-        ConfigError: "cuda" where there is none.
+        ConfigError: the option is "cuda", and there is no GPU.
     """
     has_gpu = torch.cuda.is_available()
     if option == "cuda" and not has_gpu:
@@ -61,12 +61,12 @@ def probe(device: str, root: Path = ROOT) -> Machine:
 
 
 def num_cores(root: Path = ROOT) -> int:
-    """Return the whole cores that this process may use; `root` as for `probe`."""
+    """Return the number of whole cores that this process may use; see `probe` for `root`."""
     return _cores_within(ControlGroups(root))
 
 
 class ControlGroups:
-    """The control groups of this process, of version 2 and of version 1."""
+    """The control groups of this process, of version 1 and version 2."""
 
     def __init__(self, root: Path) -> None:
         mount = root / "sys/fs/cgroup"
@@ -90,7 +90,7 @@ class ControlGroups:
             yield from _headroom(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
     def cpu_quotas(self) -> Iterator[int]:
-        """Yield the whole cores that the CPU quota of each group grants."""
+        """Yield the number of whole cores in the CPU quota of each group."""
         for group in self._unified:
             quota, _, period = (_read(group / "cpu.max") or "max").partition(" ")
             if quota.isdigit() and period.strip().isdigit():
@@ -102,9 +102,9 @@ class ControlGroups:
 
 
 def _lineage(mount: Path, path: str) -> list[Path]:
-    """Return the folders of a group and of all groups above it: the tightest limit of them counts.
+    """Return the folders of a group and of all groups above it; the tightest of their limits applies.
 
-    In a container the group's own path is often not visible, and the mount shows the group itself.
+    In a container, the group's path is often not visible; instead, the group is the root of the mount.
     """
     own = mount / path.lstrip("/")
     groups = [own, *own.parents]
@@ -125,7 +125,7 @@ def _headroom(group: Path, limit_name: str, usage_name: str, prefix: str) -> Ite
 
 
 def swap_bytes(root: Path = ROOT) -> int:
-    """Return the free bytes of the host's swap space; 0 in a control group with a limit, and where it is not known."""
+    """Return the free bytes of the host's swap space; 0 in a control group with a limit, or if it is not known."""
     return 0 if any(True for _ in ControlGroups(root).memory_headrooms()) else _memory_info(root, "SwapFree") or 0
 
 
@@ -142,7 +142,7 @@ def _available_bytes(root: Path) -> int:
     available_bytes = _memory_info(root, "MemAvailable")
     if available_bytes is not None:
         return available_bytes
-    # Not Linux: all physical memory, of which the user's fraction is taken.
+    # On other systems: all physical memory; the KV cache takes the configured share of it.
     if sys.platform == "win32":
         kilobytes = ctypes.c_ulonglong()
         ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes))
@@ -168,6 +168,6 @@ def _read(path: Path) -> str | None:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number a file holds; None for no file, for "max", and for -1, which all mean no limit."""
+    """Return the number in a file; None for no file, "max" or -1, which all mean no limit."""
     text = (_read(path) or "").strip()
     return int(text) if text.isdigit() else None

@@ -1,4 +1,4 @@
-"""Memory on huge pages, where the system leaves that choice to the program."""
+"""Memory on huge pages, if the system lets programs choose them (madvise)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 def empty_bytes(num_bytes: int) -> Tensor:
     """Return uint8 [num_bytes] that starts at a huge page; a page takes no memory before it is written to.
 
-    Torch has a switch for huge pages, which it reads at a process's first tensor: too early for an engine that is built
-    by a program which has made tensors before. What an engine reads in every step does not depend on that.
+    Torch reads its own switch for huge pages at a process's first tensor, which is too early for an engine in a program
+    that has made tensors before. This function does not depend on the switch.
     """
     if sys.platform != "linux" or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8)

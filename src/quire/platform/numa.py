@@ -13,22 +13,22 @@ from quire.config.cpu_bind import read_cpu_list
 ROOT = Path("/")
 NODE = re.compile(r"node(\d+)")
 
-# The hardware threads of a physical core, rising.
+# The hardware threads of a physical core, in ascending order.
 Core = tuple[int, ...]
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """Return the hardware threads that this process may use, rising; none where the system does not tell."""
+    """Return the hardware threads that this process may use, in ascending order; none if they are not known."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def nodes_of(allowed: Collection[int], root: Path = ROOT) -> list[list[Core]]:
-    """Return the physical cores of each NUMA node, as far as they may be used; nodes without any are left out.
+    """Return the usable physical cores of each NUMA node; nodes without usable cores are left out.
 
     Args:
         allowed: hardware threads that may be used.
-        root: folder in which `sys` is mounted. Where it does not tell of nodes, there is one; where it does not tell
-            of the threads of a core, each is a core of its own.
+        root: folder in which `sys` is mounted. Threads without a known node are a node; a thread without known
+            siblings is a core.
     """
     folder = root / "sys/devices/system/node"
     found: dict[int, set[int]] = {}
@@ -45,9 +45,9 @@ def nodes_of(allowed: Collection[int], root: Path = ROOT) -> list[list[Core]]:
 
 
 def share_cores(nodes: Sequence[Sequence[Core]], num_ranks: int) -> list[tuple[int, ...]]:
-    """Return the hardware threads of each rank: of one node where there are as many ranks as nodes, or more.
+    """Return the hardware threads of each rank, of one node unless there are fewer ranks than nodes.
 
-    First come first threads of physical cores, then their others; no two ranks share a core. A rank may have none.
+    The first threads of all its cores come before the second ones; no two ranks share a core. A rank may have none.
 
     Args:
         nodes: cores of each node.
@@ -70,9 +70,9 @@ def share_cores(nodes: Sequence[Sequence[Core]], num_ranks: int) -> list[tuple[i
 
 @contextmanager
 def bound_to(cpus: Collection[int]) -> Iterator[None]:
-    """Keep this thread, and those that it starts meanwhile, on some hardware threads; none for where it may run now.
+    """Bind this thread, and threads that it starts within the block, to hardware threads; change nothing for none.
 
-    Memory that a thread touches first lies on its node.
+    Memory is placed on the node of the thread that first touches it.
     """
     if not cpus:
         yield
@@ -95,7 +95,7 @@ def _cores(cpus: Collection[int], root: Path) -> list[Core]:
 
 
 def _list(path: Path) -> set[int] | None:
-    """Return the numbers of a list that the system shows; None for no such file, and no numbers for an empty one."""
+    """Return the numbers of a list in a file of the system; None if it cannot be read, none if it is empty."""
     try:
         text = path.read_text().strip()
         return set(read_cpu_list(text)) if text else set()

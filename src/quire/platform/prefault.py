@@ -1,9 +1,9 @@
 """Populates pages of the KV cache before a step writes to them, while the engine is idle.
 
-The system clears a page at its first use: for a cache that fills, that took 3 to 4 % of a step
-(docs/lab/pages-of-the-cache.md). While the engine is idle, a thread populates the next pages: the number of bytes in
-use, at least 64 MiB and at most 1 GiB. So a process that uses little memory stays small. A step writes a few attributes
-that the thread reads a few times a second, until all pages are there.
+The system clears a page at its first use, which took 3 to 4 % of a step for a cache that fills
+(docs/lab/pages-of-the-cache.md). While the engine is idle, a thread populates the next pages: as many bytes as are in
+use, but at least 64 MiB and at most 1 GiB, so a process that uses little memory stays small. A step writes a few
+attributes, which the thread reads a few times a second until all pages are populated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 LEAST_AHEAD: Final = 64 << 20
 MOST_AHEAD: Final = 1 << 30
-# Bytes of one system call: a step that begins meanwhile shares the processors with no more than that.
+# Bytes of one system call, so that a step that begins meanwhile is disturbed only briefly.
 PIECE_BYTES: Final = 4 << 20
 # Seconds without a step after which the engine counts as idle.
 REST_S: Final = 0.2
@@ -32,7 +32,7 @@ class CacheUse:
     """Use of a cache by the steps so far.
 
     Attributes:
-        highest_blocks: highest id of each group's blocks that were in a block table.
+        highest_blocks: highest block id of each group that was in a block table.
         num_steps: number of steps begun.
         is_stepping: True during a step.
     """
@@ -48,10 +48,10 @@ class CacheUse:
 class Prefaulter:
     """Populates the pages of a cache after its highest used block.
 
-    Blocks are allocated from the lowest id on, so the next pages lie after the used ones.
+    Blocks are allocated from the lowest id on, so the next pages are after the used ones.
 
     Args:
-        views: view [blocks, ...] of each cache group, all of one CPU memory and from its first byte on.
+        views: view [blocks, ...] of each cache group; all views are of one CPU buffer, from its first byte on.
         use: use of the cache.
     """
 
@@ -65,13 +65,13 @@ class Prefaulter:
 
     @classmethod
     def of(cls, views: Sequence[Tensor], use: CacheUse) -> Prefaulter | None:
-        """Return a prefaulter where it helps: on Linux, for a CPU cache that is not small."""
+        """Return a prefaulter on Linux for a CPU cache that is not small, else None."""
         is_small = max(view.nbytes for view in views) < LEAST_AHEAD
         return None if sys.platform != "linux" or views[0].device.type != "cpu" or is_small else cls(views, use)
 
     @property
     def ready_bytes(self) -> int:
-        """Number of leading bytes whose pages were populated."""
+        """Number of leading bytes with populated pages."""
         return self._range.ready
 
 
@@ -85,13 +85,13 @@ class _Range:
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._closed = threading.Event()
-        # Held during the system call: the memory may be freed right after `close`. Reentrant, because the finalizer may
-        # run in the thread itself.
+        # Held during the system call, because the memory may be freed right after `close`. Reentrant, because the
+        # finalizer may run in the thread itself.
         self._asking = threading.RLock()
 
     @property
     def used(self) -> int:
-        """Number of leading bytes that hold all used blocks."""
+        """Number of leading bytes up to the end of the last used block."""
         return max((idx + 1) * size for idx, size in zip(self._use.highest_blocks, self._block_bytes, strict=True))
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class _Range:
             self._closed.set()
 
     def run(self) -> None:
-        """Populate pages while the engine is idle, until `close`, until all are there or until the system refuses."""
+        """Populate pages while the engine is idle, until all are populated, the system refuses, or `close`."""
         use, num_steps = self._use, -1
         while self.ready < self._num_bytes and not self._closed.wait(REST_S):
             # A step since the last look resets the wait.
@@ -114,7 +114,7 @@ class _Range:
         return min(used + min(max(used, LEAST_AHEAD), MOST_AHEAD), self._num_bytes)
 
     def _ask(self) -> bool:
-        """Populate the next piece; return False where the system refuses."""
+        """Populate the next piece; return False if the system refuses, or after `close`."""
         # Used blocks have their pages already.
         start = self._address + max(self.ready, self.used)
         end = min((start // PIECE_BYTES + 1) * PIECE_BYTES, self._address + self._num_bytes)

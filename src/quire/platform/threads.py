@@ -29,7 +29,7 @@ class WorkerThreads:
         self._is_closed = False
 
     async def run(self, work: Callable[[], R]) -> R:
-        """Run `work` in a thread, and return its result.
+        """Run `work` in a thread and return its result.
 
         Raises:
             WorkerError: the threads were closed before `work` began.
@@ -46,7 +46,7 @@ class WorkerThreads:
         asyncio.get_running_loop().call_later(GIVE_BACK_S, self.give_back)
 
     def give_back(self) -> None:
-        """Return free memory of a thread's arena, and of all others, to the system."""
+        """Return free memory of all arenas, including a worker thread's, to the system."""
         with suppress(RuntimeError):  # the threads were closed
             self._threads.submit(return_freed_memory)
 

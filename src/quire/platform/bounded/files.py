@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from quire.platform.bounded.json_text import parse
 
-# O_NONBLOCK is of POSIX, and O_BINARY of Windows, whose text mode would change bytes.
+# O_NONBLOCK exists on POSIX; O_BINARY on Windows, where the text mode would change bytes.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -44,7 +44,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, max_bytes: int) -> Any:
-    """Return the value of a JSON file, which may have NaN, infinities and a byte order mark.
+    """Return the value of a JSON file, which may contain NaN, infinities and a byte order mark.
 
     Raises:
         OSError: see `read_file`.

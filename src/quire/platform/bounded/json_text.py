@@ -1,8 +1,8 @@
 """Parsing of clients' JSON within limits of time, memory, depth and number of values.
 
 Parsing holds the interpreter lock: 8 MB of small objects take 0.9 s and 300 MB, and give 900,000 useless values. A text
-that may have more than `MAX_VALUES` values is therefore parsed in a separate process. It returns values within the
-limits: few of them, and long lists of integers (such as prompts), which are sent as arrays.
+that may have more than `MAX_VALUES` values is therefore parsed in a separate process, which returns only values within
+the limits: few values, and long lists of integers (such as prompts), which are sent as arrays.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MAX_DEPTH = 128
 MAX_VALUES = 1 << 16
 # Texts up to this size are parsed in this process.
 FEW_BYTES = 1 << 16
-# Lists of more integers are sent as arrays, and converted to lists in parts of `PART`.
+# Lists of more integers are sent as arrays, and converted back in parts of `PART` integers.
 MANY_INTEGERS = 256
 PART = 1 << 16
 TIMEOUT_S = 10.0
 # Maximum memory of parsing, in bytes per byte of the text.
 GROWTH = 64
 MAX_PROCESSES = 2
-# No field needs an integer of more digits, and reading one takes quadratic time. The lowest limit that Python allows.
+# No field needs an integer of more digits, and parsing takes quadratic time. It is the lowest limit that Python allows.
 MAX_DIGITS = 640
 # An escaped UTF-16 surrogate; a text without one cannot contain a lone surrogate.
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -70,7 +70,7 @@ def parse(raw: bytes, *, is_strict: bool = True) -> Any:
 
 
 def limit_digits() -> None:
-    """Set the limit of this process for the digits of an integer to `MAX_DIGITS`."""
+    """Set this process's limit of the digits of an integer to `MAX_DIGITS`."""
     sys.set_int_max_str_digits(MAX_DIGITS)
 
 
@@ -85,12 +85,12 @@ def check_depth(value: Any) -> None:
 
 
 def may_have_many_values(raw: bytes) -> bool:
-    """Return whether a text may have more than `MAX_VALUES`: each but the first follows one of three characters."""
+    """Return whether a text may have more than `MAX_VALUES`: every value except the first follows `,`, `[` or `{`."""
     return len(raw) > FEW_BYTES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES
 
 
 class JSONReader:
-    """Parser of texts that may have many values, in separate processes, which start when needed; thread-safe.
+    """Parses texts that may have many values, in separate processes that start when needed; thread-safe.
 
     Args:
         max_bytes: maximum size of a text, which sets the memory limit of a process.
@@ -136,7 +136,7 @@ class JSONReader:
 
 
 def open_reader(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that parses; called in the separate process."""
+    """Return the function that parses a text; called in the separate process."""
     max_integers = json.loads(setup)
     limit_digits()
 
@@ -186,7 +186,7 @@ def _as_array(integers: list[int]) -> array[int] | None:
 
 
 def _put(value: Any, path: Path, item: Any) -> Any:
-    """Set the item at a path of a value, and return the value."""
+    """Set the item at a path in a value, and return the value."""
     if not path:
         return item
     parent = value

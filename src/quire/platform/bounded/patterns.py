@@ -1,4 +1,4 @@
-"""Regular expressions of untrusted files, matched in a process with limits: some take exponential time."""
+"""Matching of regular expressions of untrusted files in a process with limits, since some take exponential time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def match_names(
         timeout_s: time limit of the first pattern, and of all others together, in seconds.
 
     Raises:
-        ValueError: a pattern is invalid, or matching it exceeds a limit; the message names it.
+        ValueError: a pattern is invalid, or matching it exceeds a limit; the message names the pattern.
         WorkerError: the process does not start.
     """
     matches: dict[str, frozenset[str]] = {}
@@ -41,7 +41,7 @@ def match_names(
             if left <= 0:
                 raise LimitExceeded("time")
             found = json.loads(process.ask(json.dumps(pattern).encode(), left))
-            # Counted from the first answer, which waits until the process has started.
+            # The time starts with the first answer, since this waits until the process has started.
             deadline = min(deadline, time.monotonic() + timeout_s)
             if isinstance(found, str):
                 raise ValueError(f"{pattern[:80]!r} is not a valid regular expression: {found}")

@@ -3,8 +3,8 @@
 Compiled code cannot be interrupted within its own process, and memory that it allocates before it fails is lost to the
 whole process. So clients' grammars are compiled, models' chat templates rendered and large bodies parsed in separate
 processes. An unhandled alarm signal ends such a process after the time limit, and the system refuses it memory beyond
-the memory limit. Windows has neither: there the parent ends a process a little after the time limit, and memory is not
-limited; nor is it on macOS.
+the memory limit. On Windows, the parent ends a process shortly after the time limit. On Windows and macOS, memory is
+not limited.
 
 A question and its answer are bytes, each preceded by its length; the program defines their meaning.
 """
@@ -37,7 +37,7 @@ GRACE_S = 2.0
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.platform.bounded.process import main; main()"
 )
-# Memory is returned to the system after a question and an answer of more bytes than this.
+# Memory is returned to the system after a question and its answer have more bytes than this together.
 MANY_BYTES = 1 << 20
 # False on Windows, whose pipes block: a timer in the parent ends the process at the deadline.
 CAN_POLL = hasattr(select, "poll")
@@ -78,12 +78,12 @@ class LimitExceeded(Exception):
 
 
 class BoundedProcess:
-    """A process that answers one question at a time; it starts immediately, and the first question waits for that.
+    """A process that answers one question at a time; it starts immediately, and the first question waits for the start.
 
     Args:
         program: location of its `Program` as "module:function"; only this module is imported.
         setup: argument of the program.
-        memory_bytes: maximum memory that answers may add to that of the process after its setup.
+        memory_bytes: maximum memory that answers may use in addition to the memory of the process after its setup.
 
     Raises:
         WorkerError: the system starts no more processes.
@@ -94,7 +94,7 @@ class BoundedProcess:
         self._setup = setup
         search_path = json.dumps([str(folder) for folder in sys.path])
         try:
-            # A session of its own, since only the parent handles signals of the terminal.
+            # It runs in a separate session, since only the parent handles signals of the terminal.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, search_path, program, str(memory_bytes)],
                 stdin=subprocess.PIPE,
@@ -128,7 +128,7 @@ class BoundedProcess:
         """Return the answer to a question.
 
         Raises:
-            LimitExceeded: answering takes longer than `timeout_s`, or more memory than it may.
+            LimitExceeded: answering takes longer than `timeout_s`, or more memory than allowed.
             WorkerError: the process does not start, or was stopped.
         """
         try:
@@ -136,7 +136,7 @@ class BoundedProcess:
                 self._wait_for_start()
             answer = self._exchange(question, timeout_s, timeout_s + GRACE_S)
         except BaseException:
-            # Interrupted: the answer to this question would be read as that of the next.
+            # After an interruption, the answer to this question would be read as the answer to the next one.
             self.close()
             raise
         if answer is not None:
@@ -148,12 +148,12 @@ class BoundedProcess:
         if not CAN_POLL:
             raise LimitExceeded("time")
         if code == -signal.SIGKILL:
-            # Not one of its own limits, which end it otherwise; for example the system's out-of-memory killer.
+            # Its own limits end it in other ways; this was, for example, the system's out-of-memory killer.
             raise WorkerError("a process of limited time and memory was killed")
         raise LimitExceeded("time" if code is None or code == -signal.SIGALRM else "memory")
 
     def stop(self) -> None:
-        """Make the question of another thread fail immediately."""
+        """Abort the question of another thread."""
         self._is_stopped = True
         self._process.kill()
 
@@ -168,7 +168,7 @@ class BoundedProcess:
         self._is_ready, self._setup = True, b""
 
     def _exchange(self, question: bytes, timeout_s: float, patience_s: float) -> bytes | None:
-        """Write a question and return its answer; None where no complete answer arrives in time."""
+        """Write a question and return its answer; None if no complete answer arrives in time."""
         deadline = time.monotonic() + patience_s
         killer = None if CAN_POLL else threading.Timer(patience_s, self._process.kill)
         if killer is not None:
@@ -245,7 +245,7 @@ T = TypeVar("T", bound=Pooled)
 
 
 class ProcessPool(Generic[T]):
-    """A pool of processes, each started when it is first needed, and again after it has ended.
+    """A pool of processes, which start when they are needed, and again after they have ended.
 
     Args:
         start: function that returns a new process.
@@ -276,7 +276,7 @@ class ProcessPool(Generic[T]):
             if process is None and not self._is_closed:
                 process = self._start()
             with self._lock:
-                # The lock orders this with `close`: either `close` sees the process, or this sees the closed pool.
+                # The lock orders this and `close`: either `close` sees the process, or this code sees the closed pool.
                 if self._is_closed or process is None:
                     raise _shut_down()
                 self._used.add(process)
@@ -308,7 +308,7 @@ class ProcessPool(Generic[T]):
 
 
 def main() -> None:
-    """Run the program that `sys.argv` names: read its setup, then answer questions until the input ends."""
+    """Run the program named in `sys.argv`: read its setup, then answer questions until the input ends."""
     location, memory_bytes = sys.argv[2], int(sys.argv[3])
     has_alarm = hasattr(signal, "setitimer")
     if has_alarm:
@@ -350,7 +350,7 @@ def _send(sink: Any, reply: bytes) -> None:
 def limit_memory(memory_bytes: int) -> None:
     """Limit the memory of this process to `memory_bytes` beyond its present size, and disable core dumps.
 
-    Systems that do not tell the present size have no limit.
+    On systems that do not report the present size, there is no limit.
     """
     num_bytes = _bytes_of_this_process(0)
     if num_bytes is None:
@@ -365,14 +365,14 @@ def limit_memory(memory_bytes: int) -> None:
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes, after freed memory was returned to the system.
 
-    0 on systems that do not tell it.
+    0 on systems that do not report it.
     """
     return_freed_memory()
     return _bytes_of_this_process(1) or 0
 
 
 def _bytes_of_this_process(column: int) -> int | None:
-    """Return a size of this process that Linux tells, in bytes; None on other systems."""
+    """Return a size of this process from Linux's `statm`, in bytes; None on other systems."""
     try:
         num_pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[column]
     except OSError:
@@ -381,6 +381,6 @@ def _bytes_of_this_process(column: int) -> int | None:
 
 
 def return_freed_memory() -> None:
-    """Return memory that the C library caches to the system, where the library supports it."""
+    """Return freed memory that the C library caches to the system, if the library supports it."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
