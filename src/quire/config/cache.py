@@ -28,7 +28,7 @@ DEFAULT_MEMORY_FRACTION = 0.5
 DEFAULT_GPU_UTILIZATION = 0.9
 # A smaller number is a mistake: vLLM's swap_space is in GiB.
 MIN_SWAP_SPACE = 4096
-# Size of the host tier that prefix caches outside memory use for transfers, where there is no swap space.
+# Size of the host tier for transfers of prefix caches outside memory, if there is no swap space.
 STAGING_BYTES = 1 << 30
 
 
@@ -155,18 +155,18 @@ class CacheConfig:
 
     @property
     def has_stores(self) -> bool:
-        """Whether blocks are stored on disk or remotely, or transferred."""
+        """True if blocks are stored on disk or remotely, or transferred."""
         names = ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config")
         return any(getattr(self, name) is not None for name in names)
 
     @property
     def transfer(self) -> KVTransferConfig | None:
-        """Options of KV transfer, None without it."""
+        """Options of KV transfer, or None."""
         return read_kv_transfer(self.kv_transfer_config)
 
     @property
     def writes_through(self) -> bool:
-        """Whether blocks are written to stores when their request ends."""
+        """True if blocks are written to stores when their request ends."""
         if self.prefix_cache_write_policy is None:
             return self.prefix_cache_url is not None
         return self.prefix_cache_write_policy == "write_through"

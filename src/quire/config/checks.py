@@ -1,4 +1,4 @@
-"""Checks of single options; each error names the field, the value and what is allowed."""
+"""Checks of single options; each error names the field, the value and the allowed values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_positive(name: str, value: object, *, optional: bool = False, allows_z
 
 
 def check_choices(config: Any) -> None:
-    """Refuse a value that is not among the choices of its field; None is allowed where it is the default."""
+    """Refuse a value that is not among the choices of its field; None is allowed if it is the default."""
     for item in fields(config):
         allowed, value = item.metadata.get("choices"), getattr(config, item.name)
         if allowed is not None and value not in allowed and not (value is None is item.default):
@@ -73,7 +73,7 @@ def check_choices(config: Any) -> None:
 
 
 def check_served(options: Mapping[str, Any], served: Mapping[str, tuple[tuple[Any, ...], str]], where: str) -> None:
-    """Refuse options that something does not serve."""
+    """Refuse options with values that are not supported together with `where`, such as an option."""
     for name, (values, why) in served.items():
         if options[name] not in values:
             words = " or ".join(repr(each) for each in values)
@@ -113,5 +113,5 @@ def put_size(config: Any, name: str, low: int, *, optional: bool = False) -> Non
 
 
 def choice(default: str, allowed: tuple[str, ...]) -> Any:
-    """Return a field with a fixed set of values, which the check and `--help` read."""
+    """Return a field with a fixed set of values, for `check_choices` and `--help`."""
     return field(default=default, metadata={"choices": allowed})

@@ -1,4 +1,4 @@
-"""Names that do not exist in Quire, of other projects or removed: neutral values, and hints for other values."""
+"""Names of other projects, and removed names: their neutral values, and hints for other values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quire.errors import ConfigError, InvalidParameter, shown
 
 logger = logging.getLogger(__name__)
 
-# The neutral values of a name, which have no effect and are ignored, and the reason why others are refused. None is
-# always neutral; if the neutral values are given as None, all values are: they change speed or logs at most.
+# The neutral values of a name, which have no effect and are ignored, and the reason why other values are refused. None
+# is always neutral. If None stands for the neutral values, all values are neutral: they affect speed or logs at most.
 Foreign = tuple[Iterable[Any] | None, str]
 
 _FLAGS: Final = (False, True)
@@ -205,7 +205,7 @@ def is_neutral(value: object, row: Foreign) -> bool:
 
 
 def drop_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those of `OPTION_HINTS` that have neutral values; one warning names these.
+    """Return the options without neutral ones of `OPTION_HINTS`; log one warning that names the dropped options.
 
     Args:
         options: options by name.

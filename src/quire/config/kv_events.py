@@ -24,8 +24,8 @@ class KVEventsConfig:
     Args:
         enable_kv_cache_events: publish blocks that the prefix cache stores and evicts.
         publisher: "zmq", or "null" for none.
-        endpoint: address of the event batches. The publisher listens on an address of this machine, where a "*" as the
-            port takes a free one; it connects to any other address.
+        endpoint: address of the event batches. The publisher listens on an address of this machine ("*" as the port
+            takes a free one), and connects to any other address.
         replay_endpoint: address at which lost batches can be requested; None for no replays.
         buffer_steps: number of batches that can be replayed.
         hwm: number of batches that are queued for a slow subscriber before it loses some.

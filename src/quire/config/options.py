@@ -27,12 +27,12 @@ from quire.config.speculative import SpeculativeConfig, flatten
 from quire.errors import ConfigError, shown
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-# Other names of vLLM and torch.
+# Other names of dtypes, from vLLM and torch.
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch", "triton")
 Quantization = Literal["int8", "int4"]
-# Methods by which checkpoints store their weights, by the names of vLLM, and its names of kernels for them.
+# Quantisation methods of checkpoints, by vLLM's names; and aliases, vLLM's names of kernels for them.
 STORED_METHODS = ("awq", "compressed-tensors", "fp8", "gguf", "gptq", "mxfp4")
 STORED_NOTE = (
     f"how a checkpoint stores its weights is read from its files, and checked where one of {', '.join(STORED_METHODS)} "
@@ -247,7 +247,7 @@ class EngineConfig:
                 "'auto' or 'recompute'",
                 field="preemption_mode",
             )
-        if self.model.kernels != "auto":  # the device decides, and then they are looked at
+        if self.model.kernels != "auto":  # "auto" depends on the device, and is checked when this is known
             self.graphs.check_kernels(self.model.kernels)
         options = self.to_options()
         check_num_threads(options)

@@ -1,4 +1,4 @@
-"""Properties found when an engine starts: of the machine, and of the model."""
+"""Properties of the machine and of the model, found when an engine starts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Machine:
         device: "cpu" or "cuda".
         available_bytes: memory of the device that can still be allocated, within the limits of control groups.
         num_threads: number of cores that this process may use.
-        host_bytes: host memory that can still be allocated, where the device has its own memory; None on a CPU.
-        total_bytes: total memory of a GPU, used or not; None on a CPU.
+        host_bytes: host memory that can still be allocated, if the device is a GPU; None on a CPU.
+        total_bytes: total memory of a GPU; None on a CPU.
     """
 
     device: str
@@ -42,7 +42,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Maximum memory of a step besides weights and KV cache.
+    """Maximum memory of a step in addition to weights and KV cache.
 
     Args:
         fixed_bytes: part that does not depend on the cached tokens.
@@ -60,14 +60,14 @@ class ModelFacts:
     Args:
         max_position: longest context that the model supports, in tokens.
         bytes_per_token: KV bytes of one token in all layers.
-        most_bytes: bytes of a pool that `max_num_seqs` sequences of `max_model_len` tokens cannot exhaust; None where
-            no layer has a recurrent state.
+        most_bytes: bytes of a pool that `max_num_seqs` sequences of `max_model_len` tokens cannot exhaust; None if no
+            layer has a recurrent state.
         vocab_size: number of rows of the output head.
         num_parameters: number of parameters of the whole model.
         dtype: dtype of the weights.
         kernels: description of the kernels in use.
-        longest_bytes: KV bytes of the smallest pool that holds a sequence of `max_model_len` tokens, null blocks
-            included; None where every layer caches every token.
+        longest_bytes: KV bytes of the smallest pool that holds a sequence of `max_model_len` tokens, including null
+            blocks; None if every layer caches every token.
         concurrency: function from a number of blocks to the number of sequences of `max_model_len` tokens that can run
             at once; None divides by the blocks of one sequence.
         host_blocks: function from the bytes of a host tier to its number of blocks without null blocks (with several

@@ -37,13 +37,13 @@ class ResolvedConfig:
         bytes_per_block: KV bytes of one block of every cache group.
         longest_blocks: number of blocks that a sequence of `max_model_len` tokens needs.
         max_concurrency: number of sequences of `max_model_len` tokens that can run at once.
-        watermark: share of the KV memory that an admission leaves free while other sequences live.
-        pin_limit, retention_limit: shares of the KV memory.
-        kv_cache_metrics_sample: share of the blocks.
+        watermark: share of the KV memory that an admission leaves free while there are other sequences.
+        pin_limit, retention_limit: shares of the KV memory for pinned prefixes, and for blocks with `retain_cache`.
+        kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured.
         state_snapshot_interval: interval in tokens; None for the memory manager's default.
         swap_blocks: number of blocks of the swap space, as `HostUsage` counts them.
         host_bytes: size of the host tier, for swapping and for transfers of blocks on disk.
-        quantization: quantisation of linear layers while they are loaded; None without.
+        quantization: quantisation of linear layers while they are loaded, or None.
         kv_cache_dtype: dtype of the KV cache.
         speculative_method: method that proposes drafts.
         num_speculative_tokens: maximum number of drafts per sequence and step; 0 for none.
@@ -52,7 +52,7 @@ class ResolvedConfig:
             None if it was not.
         is_encoder: see `ModelFacts`.
         adapter_bytes: GPU memory for adapters that are loaded in addition to `lora_modules`; None for no limit.
-        kv_transfer: options of KV transfer between engines; None without it.
+        kv_transfer: options of KV transfer between engines, or None.
         cudagraph_capture_sizes: sizes of captured decode steps, in ascending order; none if all steps run eagerly.
         piecewise_cudagraph_capture_sizes: numbers of tokens of piecewise captured steps, in ascending order.
         async_scheduling: True if the next step is launched before the tokens of the current one are read.
@@ -244,14 +244,14 @@ def piece_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
 
 
 def _can_capture(parallel: ParallelConfig, device: str) -> bool:
-    """Return whether steps can be captured: not with pipeline stages, which wait on hosts, nor without NCCL on GPUs."""
+    """Return whether steps can be captured: not with pipeline stages, nor with several GPUs without NCCL."""
     is_staged = device == "cuda" and parallel.all_reduce_backend not in ("auto", "nccl")
     return parallel.pipeline_parallel_size == 1 and not (parallel.tensor_parallel_size > 1 and is_staged)
 
 
 def step_tokens(scheduler: SchedulerConfig, device: str) -> int:
     """Return the token budget of a step on a device, "cpu" or "cuda"."""
-    # A GPU computes fewer tokens in less time than its host takes to launch the step.
+    # A small step would take a GPU less time than its host needs to launch it.
     default = 512 if device == "cpu" else 8192
     return scheduler.max_num_batched_tokens or max(default, scheduler.max_num_seqs)
 
@@ -276,7 +276,7 @@ def pool_blocks(
     most_bytes: int | None = None,
     step: StepCost | None = None,
 ) -> tuple[int, str]:
-    """Return the size of the pool in blocks, 0 or less where none fits, and a description of where it comes from."""
+    """Return the size of the pool in blocks, 0 or less if none fits, and a description of the options it comes from."""
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks, f"num_kv_blocks={cache.num_kv_blocks}"
     if cache.kv_cache_memory_bytes is not None:
@@ -289,7 +289,7 @@ def pool_blocks(
             )
         # The null block costs one block of the budget.
         return budget // bytes_per_block - 1, f"kv_cache_memory_bytes={budget}"
-    # All sequences at full length cannot use more.
+    # More blocks than all sequences use at full length would have no effect.
     most = -(-max_model_len // cache.block_size) * max_num_seqs
     if most_bytes is not None:
         most = -(-most_bytes // bytes_per_block) - 1
@@ -310,7 +310,7 @@ def pool_blocks(
 def _adapter_bytes(
     config: EngineConfig, machine: Machine, num_blocks: int, bytes_per_block: int, step: StepCost
 ) -> int | None:
-    """Return the number of bytes of GPU memory that adapters may take; None without adapters, and on a CPU."""
+    """Return the number of bytes of GPU memory that adapters may take; None without adapters or on a CPU."""
     if machine.total_bytes is None or not config.lora.enable_lora:
         return None
     pool_bytes = (num_blocks + 1) * (bytes_per_block + step.bytes_per_token * config.cache.block_size)

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from quire.errors import ConfigError
 
-# Schemes, and those of the client library.
+# Schemes of addresses -> schemes of the client library.
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
 
 

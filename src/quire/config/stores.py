@@ -15,7 +15,7 @@ CACHES = ("prefix_cache_dir", "prefix_cache_url")
 
 
 def put_stores(config: Any) -> None:
-    """Check the options of a `CacheConfig` for stores and KV transfer, and replace a mapping by its JSON."""
+    """Check the options of a `CacheConfig` for stores and KV transfer; replace a mapping by its JSON."""
     if isinstance(config.kv_transfer_config, Mapping):
         object.__setattr__(config, "kv_transfer_config", json.dumps(dict(config.kv_transfer_config), default=str))
     read_kv_transfer(config.kv_transfer_config)

@@ -20,21 +20,13 @@ logger = logging.getLogger(__name__)
 
 # Names come from clients, so the number of warnings is limited.
 MAX_WARNINGS = 32
-# A text that no conversation has by chance; it ends a final message that is to be continued.
+# A text that no conversation has by chance; it ends the final message where that is to be continued.
 END_MARK = "[[end-of-the-message-to-continue]]"
-# Message of a conversation that is rendered only to find the text after the last message.
+# A message of a conversation that only shows how a template goes on behind it.
 PROBE = "The fox?"
 # The name of a warning that is given once.
 CONTROL_TEXTS: Final = "control texts"
 RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_final_message"}
-
-
-class TemplateParts(NamedTuple):
-    """Arguments of `ChatTemplate` as plain data; `special_tokens` includes `bos_token` and `eos_token`."""
-
-    source: str
-    tool_source: str | None
-    special_tokens: dict[str, str]
 
 
 class ChatTemplate:
@@ -69,7 +61,7 @@ class ChatTemplate:
         self._warned: set[str] = set()
         self._renderer = renderer or Renderer()
         self._special_tokens = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
-        # Programs pass the same source with each conversation.
+        # Programs give the same source with each conversation.
         self.with_source = lru_cache(maxsize=4)(self._with_source)
         # The template of conversations with tools.
         self.for_tools = self
@@ -82,20 +74,6 @@ class ChatTemplate:
                 clock=clock,
                 renderer=self._renderer,
             )
-
-    @property
-    def parts(self) -> TemplateParts:
-        """Parts from which another process makes the same template."""
-        return TemplateParts(
-            self.source, None if self.for_tools is self else self.for_tools.source, dict(self._special_tokens)
-        )
-
-    @classmethod
-    def from_parts(cls, parts: TemplateParts) -> ChatTemplate:
-        """Return a template with the parts of another one."""
-        named = dict(parts.special_tokens)
-        begin, end = named.pop("bos_token", ""), named.pop("eos_token", "")
-        return cls(parts.source, tool_source=parts.tool_source, bos_token=begin, eos_token=end, special_tokens=named)
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Render a conversation as a text, special tokens included; takes the arguments of `prompt`."""

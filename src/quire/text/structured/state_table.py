@@ -81,7 +81,7 @@ class Appended(NamedTuple):
     error: str | None = None
 
 
-# One result for each job of a step, and the masks of the `num_rows` rows of each job, in order.
+# A result for each job of a step; and the masks, one for each of the `num_rows` of all jobs, in their order.
 Masks = tuple[list[Masked], bytearray]
 
 
@@ -119,8 +119,7 @@ class StateTable:
         return masked, masks
 
     def open(self, constraint: OutputConstraint, finished: Sequence[GrammarState] = ()) -> GrammarState:
-        """Return the grammar state of a new sequence."""
-        # An output with `ignore_eos` continues after an end token, so it has no ends.
+        """Return the grammar state of a new sequence.
 
         Args:
             constraint: constraint of its output.
@@ -129,8 +128,8 @@ class StateTable:
         # Without a grammar, an output may go on after an end token.
         ends = () if constraint.ignores_ends else self._end_token_ids
         output = list(constraint.token_ids)
-        # A sibling's matcher has consumed these tokens already. Only sequences of one request are siblings, because the
-        # prompt decides whether the output begins inside thinking.
+        # A sibling's matcher has consumed these tokens already. Equal parameters, seeds and lengths of prompts make no
+        # sibling: the prompt decides whether the output begins inside thinking.
         has_siblings = bool(output) and constraint.arrival is not None
         known = (*self._open.values(), *finished) if has_siblings else ()
         family = [one for one in known if one.arrival == constraint.arrival]
@@ -158,7 +157,7 @@ class StateTable:
     def _fill(self, job: MaskJob, rows: Sequence[memoryview]) -> Masked:
         """Sync a grammar state with the known tokens, and fill its masks."""
         state = self._open.get(job.seq_id)
-        if state is None:  # it was opened in a process that has ended
+        if state is None:  # it was open in a process that has ended
             return Masked(0, 0, LOST)
         state.begin_step(self._num_steps)
         num_masks = 0

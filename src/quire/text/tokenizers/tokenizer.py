@@ -25,19 +25,9 @@ from quire.text.vocabulary.control_tokens import AddedTokens
 from quire.text.vocabulary.long_texts import CannotCut, LongTexts, TooManyTokens, prompt_errors
 from quire.text.vocabulary.token_pieces import Pieces, TokenPiece, fallback_byte
 
-# Decoders with which a token adds the same bytes after any other token, as incremental detokenization requires.
+# With these decoders a token adds the same bytes after any other token, which incremental detokenization needs.
 KNOWN_DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Replace", "Fuse", "Strip"})
 MAX_TOKEN_ID = 2**32 - 1
-
-
-class TokenizerParts(NamedTuple):
-    """Arguments of `Tokenizer` as plain data; `library` is the text of a `tokenizer.json`."""
-
-    library: str
-    bos_token: str | None
-    eos_token: str | None
-    chat_template: TemplateParts | None
-    doubles: tuple[tuple[int, int], ...] = ()
 
 
 class Tokenizer:
@@ -93,14 +83,14 @@ class Tokenizer:
         self.has_byte_fallback = "ByteFallback" in kinds
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True) + len(doubles)
         added = library.get_added_tokens_decoder()
-        # Tokens that are matched in a text before it is pre-tokenized.
+        # Tokens that are matched in a text before the model divides it.
         self.added_ids: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         special = {token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(special | {token_id for token_id, first in doubles.items() if first in special})
         self.bos_token_id = None if bos_token is None else library.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else library.token_to_id(eos_token)
         self.chat_template = chat_template
-        # Its processes also render templates of callers, so it exists even if the model has no template.
+        # Its processes render the callers' templates where the model has none.
         self._base_template = chat_template or ChatTemplate("", bos_token=bos_token or "", eos_token=eos_token or "")
 
     def make_chat_template(self, source: object) -> ChatTemplate:
@@ -147,24 +137,6 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{files.path} is not a tokenizer: {error}") from error
-
-    @classmethod
-    def from_parts(cls, parts: TokenizerParts) -> Tokenizer:
-        """Return a tokenizer with the parts of another one."""
-        template = None if parts.chat_template is None else ChatTemplate.from_parts(parts.chat_template)
-        return cls(
-            tokenizers.Tokenizer.from_str(parts.library),
-            bos_token=parts.bos_token,
-            eos_token=parts.eos_token,
-            chat_template=template,
-            doubles=dict(parts.doubles),
-        )
-
-    @property
-    def parts(self) -> TokenizerParts:
-        """Parts from which another process makes the same tokenizer."""
-        template = None if self.chat_template is None else self.chat_template.parts
-        return TokenizerParts(self.to_json(), self._bos_token, self._eos_token, template, tuple(self._doubles.items()))
 
     def differs_at(self, other: Tokenizer) -> int | None:
         """Return the lowest token id that differs between two tokenizers, or exists in one only; None if none does."""
@@ -319,7 +291,7 @@ class Tokenizer:
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
         """The special tokens that are added before and after a text."""
-        # A letter shows them; some models have few letters as tokens, or only whole words.
+        # A model may know few letters, or whole words only.
         token_ids = range(0, self.vocab_size, 1 + self.vocab_size // 150)
         for text in chain(string.ascii_letters, filter(None, map(self._library.model.id_to_token, token_ids))):
             try:
@@ -347,7 +319,7 @@ class Tokenizer:
                 return bytes([self._alphabet[char] for char in token])
             except KeyError:  # an added token, whose text is literal
                 return bytes(token.encode())
-        # A token adds the same bytes after itself as after any other token: the difference of two and one.
+        # A token adds the same bytes after itself as after any other token.
         try:
             once = self.decode([token_id], skip_special_tokens=False)
             twice = self.decode([token_id, token_id], skip_special_tokens=False)
