@@ -14,8 +14,8 @@ from quire.config.extras import EXTRAS, check_extra, importing_extra
 from quire.config.kv_events import KVEventsConfig
 from quire.distributed.kv_events.publisher import KVEventPublisher
 from quire.distributed.kv_events.wire import _msgpack
-from quire.distributed.kvstore.disk.lmdb_file import _import_lmdb
-from quire.distributed.kvstore.remote.redis_connection import import_redis
+from quire.distributed.kvstore.lmdb_file import _import_lmdb
+from quire.distributed.kvstore.remote_store import import_redis
 from quire.errors import ConfigError
 from quire.fleet.kv_events.subscriber import KVEventSubscriber
 from quire.server.state.tracing import RequestTracer

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.distributed.kvstore.arriving import ArrivingBytes
-from quire.distributed.kvstore.store_stats import StoreStats
+from quire.distributed.kvstore.counters import StoreStats
+from quire.distributed.kvstore.record import ArrivingBytes
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.kv.disk_prefetch import REFUSALS, SAVE_S

@@ -246,8 +246,8 @@ def test_steps_of_the_real_data_plane_fail_at_random_copies(has_disk: bool, is_a
                     num_good += 1
                     assert output.prompt is not None
                     assert tokens_of(output) == tokens_of(expected[output.prompt])
-            if stores is not None and stores._disk.store.disk is not None:
-                stores._disk.store.disk.flush()  # else the number of hits depends on the disk's speed
+            if stores is not None and stores._disk.disk is not None:
+                stores._disk.disk.flush()  # else the number of hits depends on the disk's speed
         assert num_good > 5
         assert failures.count > 5
         assert failures.num_lost_copies > 5

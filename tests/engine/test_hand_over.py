@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.distributed.kvstore.transfer.transfer_stats import TransferStats
+from quire.distributed.kvstore.counters import TransferStats
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError, InvalidParameter, UnsupportedFeature
 from quire.memory import check

@@ -52,8 +52,8 @@ def test_a_subscriber_knows_what_every_tier_holds(engine: LLM) -> None:
         for prompt in prompts:
             engine.generate(prompt, GREEDY, use_tqdm=False)
         assert engine.engine._disk_prefetch is not None
-        assert engine.engine._disk_prefetch._disk.store.disk is not None
-        engine.engine._disk_prefetch._disk.store.disk.flush()
+        assert engine.engine._disk_prefetch._disk.disk is not None
+        engine.engine._disk_prefetch._disk.disk.flush()
         while expected < publisher.next_seq:
             seq, events = client.receive()
             assert seq == expected

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.distributed.kvstore.remote.remote_stats import RemoteStats
+from quire.distributed.kvstore.counters import RemoteStats
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError
 from quire.memory import check
@@ -57,7 +57,7 @@ def remote_stats(llm: LLM) -> RemoteStats:
 def flush(llm: LLM) -> None:
     stores = llm.engine._disk_prefetch
     assert stores is not None
-    remote = stores._disk.store.remote
+    remote = stores._disk.remote
     assert remote is not None
     assert remote.flush(WAIT_S)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.distributed.kvstore.disk.folder import StoreFolder
+from quire.distributed.kvstore.folder import StoreFolder
 from quire.distributed.kvstore.prefix_store import PrefixStore
 from quire.errors import ConfigError
 from quire.memory.results import StoredBlock

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.distributed.kvstore.block_store import TieredStore
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.distributed.kvstore.exports import ExportTable
 from quire.distributed.kvstore.prefix_store import PrefixStore
@@ -62,7 +61,7 @@ def store(tmp_path: Path) -> Iterator[PrefixStore]:
 
 @pytest.fixture
 def disk(store: PrefixStore) -> DiskBlocks:
-    return DiskBlocks(TieredStore(b"k" * 32, IDENTITY, store, None, ExportTable(1 << 20, 60.0)), [PAYLOAD_BYTES])
+    return DiskBlocks(b"k" * 32, IDENTITY, [PAYLOAD_BYTES], disk=store, exports=ExportTable(1 << 20, 60.0))
 
 
 def row_of(number: int) -> Tensor:
@@ -169,7 +168,7 @@ def test_an_export_is_put_off_and_written_nowhere(disk: DiskBlocks, store: Prefi
         row.zero_()
         others = LateBytes(2)
         disk.save(make_block(2), others.begin, wait=True)  # is not asked for
-    exports = disk.store.exports
+    exports = disk.exports
     assert exports is not None
     assert [key in exports for key in keys] == [True, True, False, False]
     late.arrive()

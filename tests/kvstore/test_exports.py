@@ -28,7 +28,7 @@ def exports() -> Iterator[ExportTable]:
 def arriving(exports: ExportTable, number: int, **options: bool) -> LateBytes:
     """Put a block whose bytes are there later."""
     data = LateBytes(number, **options)
-    exports.put_arriving(KEYS[number], make_block(number), PAYLOAD_BYTES, data.begin)
+    exports.put(KEYS[number], make_block(number), data.begin, PAYLOAD_BYTES)
     return data
 
 

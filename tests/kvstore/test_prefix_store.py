@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.distributed.kvstore.disk.folder import StoreFolder
+from quire.distributed.kvstore.folder import StoreFolder
 from quire.errors import ConfigError
 from quire.memory.results import StoredBlock
 from tests.kvstore.stores import MAX_BYTES, PAYLOAD_BYTES, fetch, fill, found, make_block, open_store, payload_of

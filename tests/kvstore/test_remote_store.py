@@ -8,11 +8,16 @@ from time import monotonic
 
 import pytest
 
-from quire.config.store_url import client_url, shown_url
-from quire.distributed.kvstore.circuit_breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_FAILURES, CircuitBreaker
+from quire.config.stores import client_url, shown_url
 from quire.distributed.kvstore.record import record_key, unpack
-from quire.distributed.kvstore.remote.remote_store import RemoteSettings, RemoteStore
-from quire.distributed.kvstore.source_pool import Inquiry
+from quire.distributed.kvstore.remote_store import RemoteSettings, RemoteStore, name_of
+from quire.distributed.kvstore.sources import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MOST_FAILURES,
+    CircuitBreaker,
+    Inquiry,
+)
 from quire.errors import ConfigError
 from tests.kvstore.servers import Answer, Server, free_port, relay, server
 from tests.kvstore.stores import PAYLOAD_BYTES, make_block, payload_of
@@ -35,10 +40,11 @@ def save(store: RemoteStore, *numbers: int) -> None:
 
 def answer_of(store: RemoteStore, count: int, *, with_records: bool) -> Inquiry | None:
     """Return the whole answer about the first blocks; None where the store is not asked."""
-    inquiry = store.ask([make_block(number) for number in range(count)], with_records=with_records)
+    keys = [record_key(store._identity, make_block(number)) for number in range(count)]
+    inquiry = store.pool.ask(keys, with_records=with_records)
     if inquiry is not None:
         assert inquiry.done.wait(WAIT_S)
-        store.note(inquiry)
+        store.pool.end(inquiry, 0.0)
     return inquiry
 
 
@@ -131,7 +137,7 @@ def test_damaged_and_foreign_values_are_misses(real: Server) -> None:
     store = open_remote(real.url)
     save(store, *range(6))
     client = real.client()
-    names = {number: store._name_of(record_key(IDENTITY, make_block(number))) for number in range(6)}
+    names = {number: name_of(record_key(IDENTITY, make_block(number))) for number in range(6)}
     value = bytearray(client.get(names[0]))
     value[len(value) // 2] ^= 1
     client.set(names[0], bytes(value))
@@ -250,10 +256,10 @@ def test_an_answer_that_never_ends_is_cut_off() -> None:
     def flood(port: int, change_to: list[RemoteStore]) -> None:
         store = open_remote(f"redis://127.0.0.1:{port}/0", timeout_s=0.2)
         change_to.append(store)
-        inquiry = store.ask([make_block(0)], with_records=True)
+        inquiry = store.pool.ask([record_key(IDENTITY, make_block(0))], with_records=True)
         if inquiry is not None:
             inquiry.done.wait(0.3)
-            store.abandon(inquiry)
+            store.pool.abandon(inquiry)
             assert inquiry.done.wait(WAIT_S)
             assert not inquiry.found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.distributed.kvstore.disk.folder import StoreFolder
+from quire.distributed.kvstore.folder import StoreFolder
 from quire.errors import ConfigError
 from tests.kvstore.stores import MAX_BYTES, fetch, fill, found, make_block, open_store, payload_of
 
@@ -59,7 +59,7 @@ print("closed", flush=True)
 HOLDER = """
 import sys
 from pathlib import Path
-from quire.distributed.kvstore.disk.folder import StoreFolder
+from quire.distributed.kvstore.folder import StoreFolder
 folder = StoreFolder(Path(sys.argv[1]))
 folder.opened()
 with folder.writing(10) as is_locked:
@@ -245,7 +245,7 @@ def test_a_stopped_writer_costs_the_others_records_but_no_wait_of_the_engine(
 ) -> None:
     fill(tmp_path, 3)
     store = open_store(tmp_path)
-    monkeypatch.setattr("quire.distributed.kvstore.disk.lmdb_file.WRITING_S", 0.2)
+    monkeypatch.setattr("quire.distributed.kvstore.lmdb_file.WRITING_S", 0.2)
     with children(tmp_path, 1, HOLDER) as (holder,):
         assert holder.first == "locked"
         holder.process.send_signal(signal.SIGSTOP)

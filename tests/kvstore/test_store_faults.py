@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.distributed.kvstore.disk.folder import StoreFolder
+from quire.distributed.kvstore.folder import StoreFolder
 from quire.distributed.kvstore.record import pack, record_key, seal, unpack
 from quire.errors import ConfigError
 from tests.kvstore.stores import MAX_BYTES, PAYLOAD_BYTES, fetch, fill, found, make_block, open_store, payload_of
@@ -234,9 +234,9 @@ def test_a_folder_that_may_only_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_too_much_at_once_is_dropped_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.distributed.kvstore.prefix_store.MOST_PENDING_BYTES", 3 * PAYLOAD_BYTES)
+    monkeypatch.setattr("quire.distributed.kvstore.write_queue.MOST_PENDING_BYTES", 3 * PAYLOAD_BYTES)
     store = open_store(tmp_path)
-    with store._changed:  # the writer cannot take anything meanwhile
+    with store._queue.changed:  # the writer cannot take anything meanwhile
         for number in range(10):
             store.save(make_block(number), payload_of(number))
     store.flush()

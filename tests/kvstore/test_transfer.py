@@ -15,16 +15,20 @@ import pytest
 from quire.config.kv_transfer import KVTransferConfig, read_kv_transfer
 from quire.distributed.kvstore.exports import ExportTable
 from quire.distributed.kvstore.record import record_bytes, record_key, unpack
-from quire.distributed.kvstore.transfer.peers import PeerAddress, PeerConnection, Peers
-from quire.distributed.kvstore.transfer.transfer_server import MOST_CONNECTIONS, TransferServer
-from quire.distributed.kvstore.transfer.transfer_wire import (
+from quire.distributed.kvstore.sources import Record
+from quire.distributed.kvstore.transfer import (
     GREETING,
+    MOST_CONNECTIONS,
     MOST_KEYS,
     PROOF_BYTES,
     READ,
     REQUEST,
     WHICH,
+    PeerAddress,
+    PeerConnection,
+    Peers,
     TransferError,
+    TransferServer,
 )
 from quire.errors import ConfigError
 from tests.kvstore.servers import Answer, relay
@@ -57,9 +61,10 @@ def serving(count: int = COUNT, **options: Any) -> Iterator[TransferServer]:
 
 def fetched(port: int, count: int, *, host: str = "127.0.0.1", token: str | None = None, **options: Any) -> list[int]:
     """Return which of the first blocks are fetched whole and pass the checks; what passes must be right."""
-    peers = Peers(options.get("identity", IDENTITY), token, options.get("timeout_s", 30.0), PAYLOAD_BYTES)
+    peers_identity = options.get("identity", IDENTITY)
+    peers = Peers(peers_identity, token, options.get("timeout_s", 30.0), PAYLOAD_BYTES)
     source = peers.source_of(PeerAddress(host, port))
-    inquiry = source.ask([make_block(number) for number in range(count)], with_records=True)
+    inquiry = source.ask([record_key(peers_identity, make_block(number)) for number in range(count)], with_records=True)
     assert inquiry is not None
     assert inquiry.done.wait(WAIT_S)
     peers.close()
@@ -82,7 +87,7 @@ def test_blocks_are_handed_over() -> None:
             PeerAddress("127.0.0.1", server.port), IDENTITY, None, WAIT_S, record_bytes(PAYLOAD_BYTES)
         )
         keys = [record_key(IDENTITY, make_block(number)) for number in (7, 1, 9, 3)]
-        assert connection.which(keys) == [keys[1], keys[3]]
+        assert connection.find(keys) == [keys[1], keys[3]]
         connection.close()
 
 
@@ -150,9 +155,9 @@ def test_connections_are_bounded() -> None:
 def test_a_record_longer_than_a_block_is_not_read() -> None:
     with serving() as server:
         connection = PeerConnection(PeerAddress("127.0.0.1", server.port), IDENTITY, None, WAIT_S, PAYLOAD_BYTES - 1)
-        received: dict[bytes, bytes] = {}
+        received: dict[bytes, Record] = {}
         with pytest.raises(TransferError, match="more than"):
-            connection.read([record_key(IDENTITY, make_block(0))], received.__setitem__)
+            connection.fetch([record_key(IDENTITY, make_block(0))], received.__setitem__)
         connection.close()
 
 

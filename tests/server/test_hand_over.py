@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from quire.distributed.kvstore.transfer.transfer_stats import TransferStats
+from quire.distributed.kvstore.counters import TransferStats
 from quire.scheduling.stats import metrics_of
 from tests.kvstore.servers import free_port
 from tests.server.process import ServerProcess, running

@@ -14,7 +14,7 @@ from quire.cli.quantization.gguf_model import GGUFLayout
 from quire.cli.quantization.gguf_vocabulary import tokenizer_fields
 from quire.cli.quantization.output import new_output
 from quire.cli.quantization.source import PlainTensors
-from quire.distributed.kvstore.arriving import bytes_of
+from quire.distributed.kvstore.record import bytes_of
 from quire.engine.startup.ends import find_ends
 from quire.engine.startup.model_defaults import sampling_fields
 from quire.models.checkpoints.checkpoint import Checkpoint

@@ -10,11 +10,10 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
-from typing import NamedTuple
 
-from quire.distributed.kvstore.arriving import ArrivingBytes, bytes_of
-from quire.distributed.kvstore.record import pack, seal, size_of
+from quire.distributed.kvstore.record import ArrivingBytes, bytes_of, pack, seal, size_of
 from quire.memory.results import StoredBlock
 
 logger = logging.getLogger(__name__)
@@ -23,30 +22,20 @@ logger = logging.getLogger(__name__)
 JOIN_S = 5.0
 
 
+@dataclass(slots=True, eq=False)
 class Export:
     """A record that other engines may fetch."""
 
-    __slots__ = ("data", "expires_s", "is_settled", "num_bytes", "record")
-
-    def __init__(self, num_bytes: int, expires_s: float, data: ArrivingBytes | bytearray) -> None:
-        self.num_bytes, self.expires_s = num_bytes, expires_s
-        self.data: ArrivingBytes | bytearray | None = data
-        self.record: bytearray | None = None
-        self.is_settled = False
-
-
-class UnsealedExport(NamedTuple):
-    """A record that the thread has yet to make.
-
-    Args:
-        key: key of the record.
-        export: table entry that gets the record.
-        block: identity of the block.
-    """
-
     key: bytes
-    export: Export
     block: StoredBlock
+    num_bytes: int
+    expires_s: float
+    # Bytes of the block, or the record without its checksum; None once the thread has it, or the record is dropped.
+    data: ArrivingBytes | bytearray | None
+    # Bytes of the record, with its checksum; None until the thread has made it.
+    record: bytearray | None = None
+    # True once the record is made, or never will be.
+    is_settled: bool = False
 
 
 class ExportTable:
@@ -59,55 +48,50 @@ class ExportTable:
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = monotonic) -> None:
-        self._max_bytes = max_bytes
-        self._ttl_s = ttl_s
-        self._clock = clock
+        self._max_bytes, self._ttl_s, self._clock = max_bytes, ttl_s, clock
         self._changed = threading.Condition()
         self._exports: OrderedDict[bytes, Export] = OrderedDict()
-        self._unsealed: deque[UnsealedExport] = deque()
+        self._unsealed: deque[Export] = deque()
         self._num_bytes = 0
         self._sealer: threading.Thread | None = None
         self._is_closed = False
 
-    def put(self, key: bytes, block: StoredBlock, payload: memoryview) -> None:
-        """Add a block, whose bytes are copied here, or renew its time to live.
-
-        A block that alone exceeds the limit is not added.
-        """
-        self._put(key, block, len(payload), lambda: pack(block, payload))
-
-    def put_arriving(self, key: bytes, block: StoredBlock, num_bytes: int, fetch: Callable[[], ArrivingBytes]) -> None:
-        """Add a block whose bytes arrive later; see `put`.
+    def put(
+        self,
+        key: bytes,
+        block: StoredBlock,
+        data: memoryview | Callable[[], ArrivingBytes],
+        payload_bytes: int | None = None,
+    ) -> None:
+        """Add a block, or renew its time to live; a block that alone exceeds the limit is not added.
 
         Args:
             key: key of the record.
             block: identity of the block.
-            num_bytes: number of its bytes.
-            fetch: function that begins to fetch the bytes, which do not change once they have arrived.
+            data: its bytes, which are copied here; or a function that begins to fetch them: they arrive later, and do
+                not change then.
+            payload_bytes: number of its bytes; None for all of `data`.
         """
-        self._put(key, block, num_bytes, fetch)
-
-    def _put(
-        self, key: bytes, block: StoredBlock, payload_bytes: int, take: Callable[[], ArrivingBytes | bytearray]
-    ) -> None:
         with self._changed:
-            known = self._exports.pop(key, None)
-            num_bytes = size_of(block, payload_bytes)
-            if known is not None:
-                self._num_bytes -= known.num_bytes
+            export = self._exports.pop(key, None)
+            if isinstance(data, memoryview):
+                payload_bytes = len(data)
+            num_bytes = size_of(block, payload_bytes or 0)
+            if export is not None:
+                self._num_bytes -= export.num_bytes
             self._make_room(num_bytes)
             if num_bytes > self._max_bytes or self._is_closed:
                 return
-            expires_s = self._clock() + self._ttl_s
-            if known is None:
-                known = Export(num_bytes, expires_s, take())
-                self._unsealed.append(UnsealedExport(key, known, block))
+            if export is None:
+                waiting = pack(block, data) if isinstance(data, memoryview) else data()
+                export = Export(key, block, num_bytes, 0.0, waiting)
+                self._unsealed.append(export)
                 if self._sealer is None:
                     self._sealer = threading.Thread(target=self._seal_all, name="kv-exports", daemon=True)
                     self._sealer.start()
                 self._changed.notify_all()
-            known.expires_s = expires_s
-            self._exports[key] = known
+            export.expires_s = self._clock() + self._ttl_s
+            self._exports[key] = export
             self._num_bytes += num_bytes
 
     def get(self, key: bytes) -> bytearray | None:
@@ -158,20 +142,25 @@ class ExportTable:
                 self._changed.wait_for(lambda: self._unsealed or self._is_closed)
                 if self._is_closed:
                     return
-                key, export, block = self._unsealed.popleft()
+                export = self._unsealed.popleft()
                 data, export.data = export.data, None
-            if data is None:
-                continue
             record: bytearray | None = None
             try:
-                record = _sealed(key, block, data)
+                if isinstance(data, bytearray):
+                    record = data
+                elif data is not None:
+                    arrived = data.wait()
+                    record = pack(export.block, bytes_of(arrived))
+                if record is not None:
+                    seal(export.key, record)
             except (RuntimeError, MemoryError) as error:  # of the device, or the host; other records may still be made
                 logger.warning("a block for other engines is lost: %s", str(error) or "no memory")
+                record = None
             with self._changed:
-                if self._exports.get(key) is export:
+                if self._exports.get(export.key) is export:
                     export.record, export.is_settled = record, True
                     if record is None:
-                        self._drop(key)
+                        self._drop(export.key)
                     self._changed.notify_all()
 
     def _make_room(self, num_bytes: int) -> None:
@@ -188,13 +177,3 @@ class ExportTable:
         export = self._exports.pop(key)
         export.is_settled, export.data = True, None
         self._num_bytes -= export.num_bytes
-
-
-def _sealed(key: bytes, block: StoredBlock, data: ArrivingBytes | bytearray) -> bytearray:
-    """Return a record with its checksum, from a block's bytes or from the record without its checksum."""
-    record = data
-    if not isinstance(record, bytearray):
-        arrived = record.wait()
-        record = pack(block, bytes_of(arrived))
-    seal(key, record)
-    return record

@@ -2,8 +2,8 @@
 
 ```
  engine's thread    holds?  fetch ---------> StoreFile (mapping) <----- other engines
-                    save -> pending --.          ^
- writer's thread                      '-> batch -' one transaction, the oldest records out
+                    save -> WriteQueue --.          ^
+ writer's thread                         '-> batch -' one transaction, the oldest records out
 ```
 
 The engine's thread never waits for writes. An error on disk is a miss and a counter: a record is used only when its
@@ -13,16 +13,17 @@ checksum, tokens and parent match.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from quire.distributed.kvstore.disk.folder import StoreFolder
-from quire.distributed.kvstore.disk.lmdb_file import StoreDamaged, StoreFile, StoreFull
-from quire.distributed.kvstore.disk.lmdb_tables import StoreSizes, WriteBatch, Written, bytes_on_disk
-from quire.distributed.kvstore.record import IDENTITY_BYTES, pack, read_key, record_key, seal, unpack
-from quire.distributed.kvstore.store_stats import StoreStats
+from quire.distributed.kvstore.counters import SourceCounters, StoreStats
+from quire.distributed.kvstore.folder import StoreFolder
+from quire.distributed.kvstore.lmdb_file import StoreDamaged, StoreFile, StoreFull
+from quire.distributed.kvstore.lmdb_tables import StoreSizes, bytes_on_disk
+from quire.distributed.kvstore.record import IDENTITY_BYTES, read_key, record_key, unpack
+from quire.distributed.kvstore.sources import Record, WriteBatch
+from quire.distributed.kvstore.write_queue import StoreState, WriteQueue
 from quire.errors import ConfigError
 from quire.memory.results import StoredBlock
 
@@ -33,7 +34,6 @@ LIVE_SHARE = 0.75
 # A transaction needs free pages for everything that it writes, so it is limited to a small part of the file.
 BATCH_SHARE = 1 / 16
 MOST_BATCH_BYTES = 16 << 20
-MOST_PENDING_BYTES = 64 << 20
 
 
 class StoreObserver(Protocol):
@@ -60,6 +60,9 @@ class PrefixStore:
         block_bytes: bytes of the largest block.
         clock: clock in seconds, to time loads.
 
+    Attributes:
+        capacity: limit of the bytes of records.
+
     Raises:
         ConfigError: LMDB is not installed, the file cannot be made, `max_bytes` is too few, or is not that of the
             other engines that use the folder.
@@ -80,38 +83,30 @@ class PrefixStore:
                 f"prefix_cache_disk_bytes must be at least {least} for blocks of {block_bytes} bytes, got {max_bytes}",
                 field="prefix_cache_disk_bytes",
             )
-        self._identity = identity
-        self._live_bytes = int(max_bytes * LIVE_SHARE)
-        self._batch_bytes = min(MOST_BATCH_BYTES, int(max_bytes * BATCH_SHARE))
-        self._clock = clock
-        self._folder = folder
-        self._counts = dict.fromkeys(("hits", "misses", "saved", "deleted", "dropped", "damaged", "full", "bytes"), 0)
-        self._load_s = 0.0
+        self.capacity = int(max_bytes * LIVE_SHARE)
+        self._identity, self._clock, self._folder = identity, clock, folder
+        self._counters = SourceCounters()
         self._sizes = StoreSizes(0, 0, 0)
         self.observer: StoreObserver | None = None
-        # The writer's work; one lock guards it.
-        self._pending: dict[bytes, bytearray] = {}
-        self._pending_bytes = 0
-        self._touched: dict[bytes, None] = {}
-        # Keys of damaged records: those to delete, and those that are not read until they are deleted.
-        self._damaged: list[bytes] = []
+        # Keys of damaged records, which are not read until they are deleted.
         self._hidden: set[bytes] = set()
-        self._being_written: dict[bytes, bytearray] = {}
-        # Counters of resets and of completed ones; records are hidden until all older ones have been deleted.
-        self._num_resets = self._num_forgotten = 0
-        # True where the deletion of a reset failed: it is retried with the next record to write.
-        self._has_kept = False
-        self._is_broken = self._is_stuck = self._is_closing = self._is_writing = False
-        self._changed = threading.Condition()
+        self._queue = WriteQueue(
+            "prefix-store",
+            self._write,
+            identity,
+            self._counters,
+            batch_bytes=min(MOST_BATCH_BYTES, int(max_bytes * BATCH_SHARE)),
+            size_of=bytes_on_disk,
+            limit_bytes=self.capacity,
+        )
         self._file: StoreFile | None = None
         try:
             self._file = StoreFile(folder, max_bytes)
-            self._counts["damaged"] += self._file.was_damaged
+            self._counters.num_damaged += self._file.was_damaged
         except StoreDamaged as error:
             self._break(error)
         folder.opened()
-        self._writer = threading.Thread(target=self._write_on, name="prefix-store", daemon=True)
-        self._writer.start()
+        self._queue.start()
 
     # ---- the engine's thread ----
 
@@ -120,256 +115,152 @@ class PrefixStore:
         return self._has(record_key(self._identity, block))
 
     def fetch(self, block: StoredBlock, out: memoryview) -> bool:
-        """Read a block's bytes; return False where the record is missing, damaged, or of another block.
-
-        Args:
-            block: identity of the block.
-            out: destination of the bytes; undefined where the result is False.
-        """
-        key, started = record_key(self._identity, block), self._clock()
-        if not self._is_readable() or self._file is None or key in self._hidden:
-            self._counts["misses"] += 1
+        """Read a block's bytes; return False where the record is missing, damaged, or of another block."""
+        key, started, counters = record_key(self._identity, block), self._clock(), self._counters
+        if not self._is_readable(key) or self._file is None:
+            counters.num_misses += 1
             return False
-        was_there = False
+        is_good: bool | None = None
 
-        def take(record: memoryview) -> bool:
-            nonlocal was_there
-            was_there = True
-            return unpack(key, block, record, out)
+        def take(_: bytes, record: Record) -> None:
+            nonlocal is_good
+            is_good = unpack(key, block, memoryview(record), out)
 
         try:
-            is_good = self._file.read(key, take)
+            self._file.fetch([key], take)
         except StoreDamaged as error:
             self._break(error)
             return False
-        with self._changed:
-            if is_good:
-                self._touched.pop(key, None)
-                self._touched[key] = None
-                self._counts["bytes"] += len(out)
-                self._load_s += self._clock() - started
-            elif was_there:
-                self._counts["damaged"] += 1
-                self._damaged.append(key)
+        if is_good:
+            self._queue.touch([key])
+            counters.num_hits += 1
+            counters.loaded_bytes += len(out)
+            counters.load_s += self._clock() - started
+            return True
+        counters.num_misses += 1
+        if is_good is not None:
+            with self._queue.changed:
+                counters.num_damaged += 1
                 self._hidden.add(key)
                 self._report_deleted([key])
-                self._changed.notify_all()
-        self._counts["hits" if is_good else "misses"] += 1
-        return is_good
+                self._queue.remove(key)
+        return False
 
     def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
-        """Queue a block for writing, unless it is on disk; its bytes are copied before this returns.
-
-        Args:
-            block: identity of the block.
-            payload: bytes of the block.
-            wait: True to wait while the queue is full; else the block is dropped then.
-        """
+        """Queue a block for writing, unless it is on disk; its bytes are copied before this returns."""
         key = record_key(self._identity, block)
-        with self._changed:
-            if not self._is_usable() or key in self._pending or key in self._being_written:
+        with self._queue.changed:
+            if not self._queue.is_open or key in self._queue:
                 return
             if self._has(key):
                 self._report_stored([key])
                 return
-            if self._pending_bytes + len(payload) > MOST_PENDING_BYTES and self._pending:
-                if not wait:
-                    self._counts["dropped"] += 1
-                    return
-                self._changed.wait_for(lambda: not self._pending)
-                if not self._is_usable():
-                    return
-            record = self._pending[key] = pack(block, payload)
-            self._pending_bytes += len(record)
-            self._changed.notify_all()
+            self._queue.put(key, block, payload, None if wait else 0.0)
 
     def drop(self) -> None:
         """Count a block that is not saved."""
-        with self._changed:
-            self._counts["dropped"] += 1
-
-    @property
-    def key(self) -> bytes:
-        """Secret key of the digests, the same after a restart and for all engines of the folder."""
-        return self._folder.key
-
-    @property
-    def capacity(self) -> int:
-        """Limit of the bytes of records."""
-        return self._live_bytes
+        self._queue.drop()
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
         """Mark the blocks that are on disk as used, in this order, once all queued writes are done."""
         self.flush()
-        with self._changed:
-            for block in blocks:
-                key = record_key(self._identity, block)
-                self._touched.pop(key, None)
-                self._touched[key] = None
+        self._queue.touch(record_key(self._identity, block) for block in blocks)
 
     def reset(self) -> None:
-        """Hide all records of this model, in constant time; the writer then deletes them, for all engines.
-
-        Records that are not yet deleted when the process is killed are found again after a restart.
-        """
-        with self._changed:
-            self._num_resets += 1
-            self._pending, self._pending_bytes, self._touched = {}, 0, {}
-            self._changed.notify_all()
+        """Hide all records of this model; the writer then deletes them, for all engines."""
+        self._queue.reset()
 
     def flush(self) -> None:
         """Wait until all queued writes and deletions are done."""
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._has_work() or self._is_writing))
+        self._queue.flush()
 
     def close(self) -> None:
         """Complete the queued writes, and close the folder; further calls do nothing."""
-        with self._changed:
-            if self._is_closing:
-                return
-            self._is_closing = True
-            self._changed.notify_all()
-        self._writer.join()
-        if self._file is not None:
-            self._read_sizes()
-            self._file.close(is_sound=not self._is_broken)
-            self._file = None
-        self._folder.close()
+        if self._queue.close():
+            if self._file is not None:
+                self._read_sizes()
+                self._file.close(is_sound=self._queue.state is not StoreState.BROKEN)
+                self._file = None
+            self._folder.close()
 
     @property
     def stats(self) -> StoreStats:
         """Counters since the start, and the present size."""
-        counts = self._counts
         self._read_sizes()
-        return StoreStats(
-            num_blocks=self._sizes.num_own,
-            num_bytes=self._sizes.num_bytes,
-            num_foreign=self._sizes.num_foreign,
-            num_hits=counts["hits"],
-            num_misses=counts["misses"],
-            loaded_bytes=counts["bytes"],
-            load_s=self._load_s,
-            num_saved=counts["saved"],
-            num_deleted=counts["deleted"],
-            num_dropped=counts["dropped"],
-            num_damaged=counts["damaged"],
-            num_full=counts["full"],
-        )
+        num_own, num_foreign, num_bytes = self._sizes
+        return self._counters.shown_as(StoreStats, num_blocks=num_own, num_foreign=num_foreign, num_bytes=num_bytes)
 
     @property
     def load_rate(self) -> float | None:
         """Bytes loaded per second; None before the first load."""
-        return self._counts["bytes"] / self._load_s if self._counts["bytes"] and self._load_s else None
+        num_bytes, seconds = self._counters.loaded_bytes, self._counters.load_s
+        return num_bytes / seconds if num_bytes and seconds else None
 
     # ---- the writer's thread ----
 
-    def _write_on(self) -> None:
-        while True:
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._has_work() or self._is_closing)
-                job = self._take_job()
-                is_last = self._is_closing and not self._has_work()
-                self._is_writing = True
-            if not job.batch.is_empty and not self._is_broken:
-                self._run(job)
-            if is_last and (self._is_broken or not self._has_work()):
-                with self._changed:
-                    self._is_writing = False
-                    self._changed.notify_all()
-                return
-
-    def _take_job(self) -> _Job:
-        """Return the next transaction; after a transaction that found no room, it only frees space."""
-        num_resets = self._num_resets
-        if self._must_forget() and (self._pending or not self._has_kept):
-            return _Job(WriteBatch(forgotten=self._identity), num_resets)
-        if self._is_stuck:
-            return _Job(WriteBatch(freed_bytes=self._live_bytes // 8), num_resets)
-        records: dict[bytes, bytearray] = {}
-        num_bytes = 0
-        for key, record in self._pending.items():
-            num_bytes += bytes_on_disk(record)
-            if records and num_bytes > self._batch_bytes:
-                break
-            records[key] = record
-        for key, record in records.items():
-            del self._pending[key]
-            self._pending_bytes -= len(record)
-        removed, self._damaged = self._damaged, []
-        touched, self._touched = tuple(self._touched), {}
-        self._being_written = records
-        return _Job(WriteBatch(removed, None, 0, touched, records, self._live_bytes), num_resets)
-
-    def _run(self, job: _Job) -> None:
+    def _write(self, batch: WriteBatch) -> None:
         """Write one transaction; where there is no room, drop its records and free space."""
-        for key, record in job.batch.records.items():
-            seal(key, record)
         try:
             assert self._file is not None
-            written = self._file.write(job.batch)
+            written = self._file.put(batch)
         except (StoreFull, TimeoutError) as error:
-            self._give_up(job, error)
+            self._give_up(batch, error)
+            return
         except (StoreDamaged, OSError) as error:
             self._break(error)
-        else:
-            with self._changed:
-                self._note(job, written)
-        self._being_written = {}
+            return
+        queue, counters = self._queue, self._counters
+        with queue.changed:
+            counters.num_saved += written.num_added
+            counters.num_deleted += len(written.evicted)
+            self._report_deleted(written.evicted)
+            if queue.is_current(batch):
+                self._report_stored(batch.records)
+            self._hidden.difference_update(batch.removed)
+            queue.state = StoreState.BROKEN if queue.state is StoreState.BROKEN else StoreState.READY
+            if batch.forgotten is not None and written.num_forgotten < batch.most_forgotten:
+                queue.forgot(batch.num_resets)
 
-    def _note(self, job: _Job, written: Written) -> None:
-        """Update counters and state after a transaction."""
-        self._counts["saved"] += written.num_added
-        self._counts["deleted"] += len(written.evicted)
-        self._report_deleted(written.evicted)
-        if job.num_resets == self._num_resets:
-            self._report_stored(job.batch.records)
-        self._hidden.difference_update(job.batch.removed)
-        self._is_stuck = self._has_kept = False
-        if job.batch.forgotten is not None and written.num_forgotten < job.batch.most_forgotten:
-            self._num_forgotten = job.num_resets
-
-    def _give_up(self, job: _Job, error: Exception) -> None:
+    def _give_up(self, batch: WriteBatch, error: Exception) -> None:
         """Drop the records of a failed transaction and free space; where that failed before, drop the queue as well."""
-        with self._changed:
-            if not self._counts["full"]:
+        queue = self._queue
+        with queue.changed:
+            if not self._counters.num_full:
                 logger.warning("the prefix cache on disk cannot be written, the engine goes on without: %s", error)
-            self._counts["full"] += 1
-            self._counts["dropped"] += len(job.batch.records)
-            self._has_kept = job.batch.forgotten is not None
-            if self._is_stuck or self._has_kept or isinstance(error, TimeoutError):
-                self._counts["dropped"] += len(self._pending)
-                self._pending, self._pending_bytes = {}, 0
-                self._is_stuck = False
-            else:
-                self._is_stuck = True
+            self._counters.num_full += 1
+            self._counters.num_dropped += len(batch.records)
+            if queue.state is StoreState.BROKEN:
+                return
+            if batch.forgotten is None and queue.state is not StoreState.FULL and not isinstance(error, TimeoutError):
+                queue.state = StoreState.FULL
+                return
+            queue.state = StoreState.READY if batch.forgotten is None else StoreState.KEEPING
+            queue.discard()
 
     # ---- either thread ----
 
     def _break(self, error: Exception) -> None:
         """Stop using the damaged file; the next engine that opens it alone renames it."""
-        with self._changed:
-            if not self._is_broken:
+        with self._queue.changed:
+            if self._queue.state is not StoreState.BROKEN:
                 logger.warning("the prefix cache on disk is damaged, the engine goes on without: %s", error)
-                self._counts["damaged"] += 1
-            self._is_broken = True
-            self._pending, self._pending_bytes, self._touched, self._damaged = {}, 0, {}, []
+                self._counters.num_damaged += 1
+            self._queue.state = StoreState.BROKEN
+            self._queue.discard()
             self._folder.abandon()
-            self._changed.notify_all()
 
     def _has(self, key: bytes) -> bool:
-        if not self._is_readable() or self._file is None or key in self._hidden:
+        if not self._is_readable(key) or self._file is None:
             return False
         try:
-            return self._file.holds(key)
+            return bool(self._file.find([key]))
         except StoreDamaged as error:
             self._break(error)
             return False
 
     def _read_sizes(self) -> None:
         """Read the present size; it keeps its last value once the file cannot be used."""
-        if self._file is not None and not self._is_broken:
+        if self._file is not None and self._queue.state is not StoreState.BROKEN:
             try:
                 self._sizes = self._file.sizes(self._identity)
             except StoreDamaged as error:
@@ -383,28 +274,5 @@ class PrefixStore:
         if self.observer is not None:
             self.observer.on_deleted([read_key(key) for key in keys if key.startswith(self._identity)])
 
-    def _has_work(self) -> bool:
-        """Return whether the writer has something to do; the caller has the lock."""
-        must_forget = self._must_forget() and not self._has_kept
-        return not self._is_broken and bool(self._pending or self._damaged or self._is_stuck or must_forget)
-
-    def _must_forget(self) -> bool:
-        return self._num_resets != self._num_forgotten
-
-    def _is_readable(self) -> bool:
-        return self._is_usable() and not self._must_forget()
-
-    def _is_usable(self) -> bool:
-        return not (self._is_broken or self._is_closing)
-
-
-class _Job(NamedTuple):
-    """One transaction.
-
-    Args:
-        batch: changes of the transaction.
-        num_resets: number of resets of the store when the transaction was taken.
-    """
-
-    batch: WriteBatch
-    num_resets: int
+    def _is_readable(self, key: bytes) -> bool:
+        return self._queue.is_open and not self._queue.is_hidden and key not in self._hidden

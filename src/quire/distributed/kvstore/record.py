@@ -11,8 +11,12 @@ write the record can also read the key, so a keyed digest would add nothing.
 
 from __future__ import annotations
 
+from ctypes import c_ubyte
 from struct import Struct
+from typing import Protocol
 from zlib import crc32
+
+from torch import Tensor
 
 from quire.memory.results import StoredBlock
 
@@ -24,6 +28,22 @@ MOST_CONTENT_BYTES = 64 << 10
 _HEADER = Struct("<4sHHIQ16s")
 _GROUP = Struct("<H")
 _CHECKSUM = Struct("<I")
+
+
+class ArrivingBytes(Protocol):
+    """An asynchronous copy of a block's bytes from a device to host memory."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True once the copy is complete."""
+
+    def wait(self) -> Tensor:
+        """Wait for the copy and return the bytes, uint8 [bytes of the block]; any thread may call it."""
+
+
+def bytes_of(data: Tensor) -> memoryview:
+    """Return a view of a contiguous tensor's memory, without a copy; valid as long as the tensor is."""
+    return memoryview((c_ubyte * data.nbytes).from_address(data.data_ptr())).cast("B")
 
 
 def record_key(identity: bytes, block: StoredBlock) -> bytes:

@@ -8,9 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from quire.distributed.kvstore.remote.remote_stats import RemoteStats
-from quire.distributed.kvstore.store_stats import StoreStats
-from quire.distributed.kvstore.transfer.transfer_stats import TransferStats
+from quire.distributed.kvstore.counters import RemoteStats, StoreStats, TransferStats
 from quire.engine.engine import Engine
 from quire.engine.metrics.block_lifetimes import BOUNDS_S, TimeHistogram
 from quire.engine.metrics.stats import EngineStats, StepStats

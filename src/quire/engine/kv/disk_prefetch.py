@@ -1,25 +1,39 @@
 """Disk prefetch: loads a waiting prompt's blocks from disk or a remote source into host memory, before it is matched.
 
 The scheduler calls it only for the next sequence to be admitted. A step loads at most as many tokens as it could
-compute; a sequence with more blocks on disk waits until all are loaded.
+compute; a sequence with more blocks on disk waits until all are loaded. Where ranks share a model, each has its shard
+of every block in its own folder:
+
+```
+ rank 0   which blocks? worth it? -- verdict --> read --+
+ rank 1                              the same    read --+--> all blocks before the first that some rank could not
+ ...                                                    |    read are published, on every rank
+```
+
+Decisions that depend on time or on one rank's disk are made once, and blocks are read while steps are planned. So every
+rank has the results in the same step, and a block that one rank lacks is a miss for all ranks.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
+import torch
+
+from quire.distributed.kvstore.counters import RemoteStats, StoreStats
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.distributed.kvstore.record import record_key
-from quire.distributed.kvstore.remote.remote_stats import RemoteStats
-from quire.distributed.kvstore.store_stats import StoreStats
+from quire.distributed.ranks import Ranks
 from quire.engine.kv.source_loads import SourceLoads
-from quire.errors import WorkerError
+from quire.errors import LockstepDrift, RankFailed, WorkerError
 from quire.execution.runners.executor import Executor
 from quire.memory.prefix.token_chain import TokenChain
 from quire.memory.results import BlockCopy, FetchedBlock, MemoryOps, StoredBlock, Tier
 from quire.memory.tiers.disk_tier import DiskLoad, DiskTier
+from quire.scheduling.command_log import CommandLog
 from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -31,6 +45,8 @@ SAVE_S = 20.0
 PART_BYTES = 16 << 20
 # Longest wait in a step without work, during which the engine handles no command.
 WAIT_S = 0.005
+# Time limit for ranks to save the prefix cache and exit, from when rank 0 has saved its shard.
+END_TIMEOUT_S = 60.0
 
 
 class DiskPrefetcher:
@@ -45,6 +61,7 @@ class DiskPrefetcher:
         block_bytes: Seq[int],
         step_tokens: int,
         sources: SourceLoads | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._disk_tier = disk_tier
         self._disk = disk
@@ -55,6 +72,11 @@ class DiskPrefetcher:
         self._tokens_per_s: float | None = None
         self._num_refused = 0
         self._sources = sources
+        self._ranks = ranks
+        self._follows = ranks is not None and not ranks.is_leader
+        self.log: CommandLog | None = None
+        if ranks is not None:
+            ranks.end_timeout_s = END_TIMEOUT_S
 
     def begin_step(self, tokens_per_s: float | None) -> None:
         """Reset the number of blocks that may be loaded, at the start of a step."""
@@ -66,8 +88,12 @@ class DiskPrefetcher:
 
     def prepare(self, sequence: Sequence) -> bool:
         """Load the blocks on disk of the sequence to be admitted next; return False while more must be loaded."""
+        if self._follows:
+            self._disk.save_arrived()  # a follower never calls `begin_step`, which would do so
         if sequence.is_staged:
             return True
+        if self._ranks is not None and self._follows:
+            return self._stage_as_told(self._ranks, sequence)
         if self._sources is not None and not self._sources.is_ready(sequence, self._tokens_per_s):
             return False
         num_blocks, loads = self._disk_tier.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
@@ -83,12 +109,27 @@ class DiskPrefetcher:
 
     def _stage(self, sequence: Sequence, num_blocks: int, part: Seq[DiskLoad] | None, *, is_last: bool) -> bool:
         """Load some blocks of a sequence, if any; return False while more must be loaded."""
+        if self._ranks is not None and not self._follows:
+            blocks = None if part is None else [[load.block.group_idx, load.block_idx] for load in part]
+            verdict = [sequence.seq_id, num_blocks, blocks, is_last]
+            self._ranks.send_commands(json.dumps(verdict, separators=(",", ":")).encode())
         if part is not None and self._load(sequence, num_blocks, part) and not is_last:
             return False
         sequence.is_staged = True
         if self._sources is not None:
             self._sources.forget(sequence)
         return True
+
+    def _stage_as_told(self, ranks: Ranks, sequence: Sequence) -> bool:
+        """Stage a sequence by the verdict of rank 0."""
+        seq_id, num_blocks, blocks, is_last = json.loads(ranks.group.receive_commands())
+        if seq_id != sequence.seq_id:
+            raise LockstepDrift(f"rank 0 admits sequence {seq_id} next, and this rank {sequence.seq_id}")
+        part = None
+        if blocks is not None:
+            describe = self._disk_tier.stored_block
+            part = [DiskLoad(idx, describe(sequence.chain, group_idx, idx)) for group_idx, idx in blocks]
+        return self._stage(sequence, num_blocks, part, is_last=is_last)
 
     def wait(self) -> None:
         """Wait briefly for the blocks of the next sequence, after a step without work."""
@@ -103,13 +144,14 @@ class DiskPrefetcher:
         return failed
 
     def write_through(self, executor: Executor) -> None:
-        """Save the blocks of the sequences that ended in a step, where the disk tier collects them."""
+        """Save the blocks of the sequences that ended in a step, where the disk tier collects them, on all ranks."""
         ended = self._disk_tier.ended
         if not ended:
             return
+        self._command("write_through")
         self._disk_tier.ended = []
         for chain, num_computed in ended:
-            self.copy_out(executor, chain, num_computed // self._block_size, self._disk.store.lacks)
+            self.copy_out(executor, chain, num_computed // self._block_size, self._disk.lacks)
 
     def copy_out(
         self,
@@ -122,7 +164,7 @@ class DiskPrefetcher:
     ) -> Seq[StoredBlock]:
         """Copy published blocks of a chain to the stores, which write asynchronously, or for other engines only."""
         ops = self._disk_tier.exporting_ops(chain, num_blocks, wants)
-        keys = [record_key(self._disk.store.identity, block) for block in ops.saves] if exports else None
+        keys = [record_key(self._disk.identity, block) for block in ops.saves] if exports else None
         try:
             with self._disk.copying_out(keys):
                 executor.move(ops)
@@ -139,8 +181,28 @@ class DiskPrefetcher:
         """Drop the blocks that were read for copies of a failed step."""
         self._disk.drop(copy.src_id for copy in ops.copies if copy.src_tier is Tier.DISK)
 
+    def _command(self, name: str) -> None:
+        """Have the other ranks do the same; nothing on other ranks than rank 0."""
+        if self.log is not None:
+            self.log.put(name)
+            self.log.flush()
+
     def save_all(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
-        """Save the published blocks for the next start; the process may be killed meanwhile.
+        """Save the published blocks for the next start, on all ranks; nothing is saved after a rank has failed.
+
+        Other ranks than rank 0 do nothing here: its command calls `save_shard`.
+        """
+        if self._follows or (self._ranks is not None and self._ranks.failure is not None):
+            return
+        try:
+            self._command("save")
+        except WorkerError as error:
+            logger.warning("the prefix cache is not saved: %s", error)
+            return
+        self.save_shard(executor, pending, clock)
+
+    def save_shard(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
+        """Save the published blocks of this process for the next start; it may be killed meanwhile.
 
         The blocks that would be evicted last are saved first, as far as disk space and time allow.
         """
@@ -183,14 +245,12 @@ class DiskPrefetcher:
     @property
     def stats(self) -> StoreStats | None:
         """The counters of the prefix cache on disk; None without one."""
-        disk = self._disk.store.disk
-        return None if disk is None else disk.stats
+        return None if self._disk.disk is None else self._disk.disk.stats
 
     @property
     def remote_stats(self) -> RemoteStats | None:
         """The counters of the remote prefix cache; None without one."""
-        remote = self._disk.store.remote
-        return None if remote is None else remote.stats
+        return None if self._disk.remote is None else self._disk.remote.stats
 
     def _load(self, sequence: Sequence, num_blocks: int, loads: Seq[DiskLoad]) -> bool:
         """Load blocks and publish them on the host; return False where some could not be loaded."""
@@ -204,18 +264,28 @@ class DiskPrefetcher:
         return len(published) == len(loads)
 
     def _fetch(self, loads: Seq[DiskLoad]) -> list[int]:
-        """Read blocks until one is missing or damaged; return the tickets of those before it."""
+        """Read blocks until one is missing or damaged on some rank; return the tickets of those before it."""
         tickets: list[int] = []
         for load in loads:
             ticket = self._disk.fetch(load.block)
             if ticket is None:
                 break
             tickets.append(ticket)
-        return tickets
+        if self._ranks is None or not loads:
+            return tickets
+        is_read = torch.zeros(len(loads))
+        is_read[: len(tickets)] = 1.0
+        try:
+            num_ranks = self._ranks.group.all_reduce(is_read)
+        except RankFailed as error:
+            raise self._ranks.cause_of(error) from error
+        num_agreed = int((num_ranks == self._ranks.size).sum())
+        self._disk.drop(tickets[num_agreed:])
+        return tickets[:num_agreed]
 
     def _is_worth_it(self, loads: Seq[DiskLoad]) -> bool:
         """Return True where loading is faster than computing, or either rate is unknown."""
-        store = self._disk.store
+        store = self._disk
         rate = None if store.disk is None else store.disk.load_rate
         if self._tokens_per_s is None or rate is None:
             return True

@@ -13,10 +13,10 @@ import secrets
 from collections.abc import Iterable
 
 from quire.config.kv_transfer import KVTransferConfig
+from quire.distributed.kvstore.counters import TransferStats
 from quire.distributed.kvstore.exports import ExportTable
-from quire.distributed.kvstore.transfer.peers import PeerAddress, Peers, PeerSource
-from quire.distributed.kvstore.transfer.transfer_server import TransferServer
-from quire.distributed.kvstore.transfer.transfer_stats import TransferStats
+from quire.distributed.kvstore.sources import SourcePool
+from quire.distributed.kvstore.transfer import PeerAddress, Peers, TransferServer
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.outputs.outputs import RequestOutput
 from quire.execution.runners.executor import Executor
@@ -70,7 +70,7 @@ class HandOver:
                 ids[block.group_idx].append(len(ids[block.group_idx]))
             output.kv_transfer_params = self._answer(request.request_id, ids).as_json()
 
-    def source_of(self, request: Request) -> PeerSource | None:
+    def source_of(self, request: Request) -> SourcePool | None:
         """Return the engine that has the blocks of a request; None where the request names no engine."""
         asked = request.params.kv_transfer
         if asked is None or not asked.do_remote_prefill:
@@ -88,21 +88,14 @@ class HandOver:
     @property
     def stats(self) -> TransferStats:
         """Counters since the start."""
-        server, total = self._server, self._peers.total
-        return TransferStats(
-            num_kept=0 if self._exports is None else len(self._exports),
-            kept_bytes=0 if self._exports is None else self._exports.num_bytes,
+        exports, server = self._exports, self._server
+        return self._peers.counters.shown_as(
+            TransferStats,
+            num_kept=0 if exports is None else len(exports),
+            kept_bytes=0 if exports is None else exports.num_bytes,
             num_sent=0 if server is None else server.num_sent,
             sent_bytes=0 if server is None else server.sent_bytes,
             num_turned_away=0 if server is None else server.num_turned_away,
-            num_hits=int(total("num_hits")),
-            num_misses=int(total("num_misses")),
-            loaded_bytes=int(total("loaded_bytes")),
-            load_s=total("load_s"),
-            num_late=int(total("num_late")),
-            num_refused=int(total("num_refused")),
-            num_failures=int(total("num_failures")),
-            num_damaged=int(total("num_damaged")),
         )
 
     def _answer(self, request_id: str, block_ids: list[list[int]]) -> KVTransferParams:

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol
+from typing import NamedTuple
 
-from quire.distributed.kvstore.block_store import Arrival, ArrivalCounts, TieredStore
+from quire.distributed.kvstore.counters import SourceCounters
+from quire.distributed.kvstore.disk_blocks import Arrival, DiskBlocks
 from quire.distributed.kvstore.record import record_key
-from quire.distributed.kvstore.source_pool import Inquiry
+from quire.distributed.kvstore.sources import Inquiry, SourcePool
 from quire.memory.results import StoredBlock
 from quire.memory.tiers.disk_tier import DiskTier
 from quire.sequences.sequence import Sequence
@@ -34,51 +35,23 @@ MOST_SEARCHES = 64
 MOST_READ_BYTES = 256 << 20
 
 
-class RecordSource(ArrivalCounts, Protocol):
-    """A source of blocks (a remote store or another engine) with asynchronous requests."""
-
-    num_misses: int
-    num_late: int
-    load_s: float
-
-    def ask(self, blocks: Seq[StoredBlock], *, with_records: bool) -> Inquiry | None:
-        """Ask which of the blocks it has, or for their records; None while the source cannot be used."""
-
-    def abandon(self, inquiry: Inquiry) -> None:
-        """Stop waiting for an answer."""
-
-    def note(self, inquiry: Inquiry) -> None:
-        """Update the source's state from an answer."""
-
-
-class PlannedSource(Protocol):
-    """A source, and the longest wait for it.
+class PlannedSource(NamedTuple):
+    """A slow source of a sequence's blocks.
 
     Args:
-        source: the source.
+        pool: threads that ask it.
         timeout_s: longest wait for an answer.
         must_have: True where the request fails if its blocks do not arrive, instead of being computed here.
     """
 
-    @property
-    def source(self) -> RecordSource: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def must_have(self) -> bool: ...
+    pool: SourcePool
+    timeout_s: float
+    must_have: bool = False
 
 
 @dataclass(slots=True)
 class _Search:
-    """The search for a sequence's blocks.
-
-    Args:
-        sources: sources that were not asked yet.
-        current: source that is being asked; None at the end.
-        inquiry: pending request to `current`.
-        asked_s, deadline_s: time of that request, and time at which it is given up.
-        keys: keys of the records that have arrived.
-    """
+    """A search for blocks: sources to ask, the current one with the pending request, and arrived keys."""
 
     sources: list[PlannedSource]
     current: PlannedSource | None = None
@@ -94,7 +67,7 @@ class SourceLoads:
     def __init__(
         self,
         disk_tier: DiskTier,
-        store: TieredStore,
+        store: DiskBlocks,
         sources_of: Callable[[Sequence], list[PlannedSource]],
         *,
         block_bytes: Seq[int],
@@ -126,21 +99,17 @@ class SourceLoads:
         if search is None:
             search = self._searches[sequence.seq_id] = _Search(self._sources_of(sequence))
             if len(self._searches) > MOST_SEARCHES:
-                self._drop(*self._searches.popitem(last=False))
+                self._drop(self._searches.popitem(last=False)[1])
             self._ask_next(sequence, search, tokens_per_s)
         while search.inquiry is not None and search.current is not None:
-            inquiry, source = search.inquiry, search.current.source
+            inquiry, pool = search.inquiry, search.current.pool
             now = self._clock()
             if not inquiry.done.is_set() and now < search.deadline_s:
                 self._waiting = inquiry
                 return False
-            if not inquiry.done.is_set():
-                source.num_late += 1
-                source.abandon(inquiry)
-            source.load_s += now - search.asked_s
-            source.note(inquiry)
+            pool.end(inquiry, now - search.asked_s)
             if inquiry.with_records:
-                self._take(search, inquiry, source)
+                self._take(search, inquiry, pool.counters)
             elif self._ask_records(sequence, search, tokens_per_s):
                 continue
             if not self._ask_next(sequence, search, tokens_per_s):
@@ -151,7 +120,7 @@ class SourceLoads:
         """Drop the records that arrived for a sequence and were not used."""
         search = self._searches.pop(sequence.seq_id, None)
         if search is not None:
-            self._drop(sequence.seq_id, search)
+            self._drop(search)
 
     # ---- parts ----
 
@@ -168,7 +137,7 @@ class SourceLoads:
                 search.current = None
                 return True
             last = search.current = search.sources.pop(0)
-            search.inquiry = last.source.ask(missing, with_records=False)
+            search.inquiry = last.pool.ask(self._keys_of(missing), with_records=False)
             if search.inquiry is not None:
                 self._set_deadline(search, len(missing), tokens_per_s)
                 return True
@@ -190,14 +159,17 @@ class SourceLoads:
                 if num_bytes > MOST_READ_BYTES:
                     break
                 wanted.append(load.block)
-        search.current.source.num_misses += len(search.inquiry.keys) - len(found)
+        search.current.pool.counters.num_misses += len(search.inquiry.keys) - len(found)
         if not wanted:
             return False
-        search.inquiry = search.current.source.ask(wanted, with_records=True)
+        search.inquiry = search.current.pool.ask(self._keys_of(wanted), with_records=True)
         if search.inquiry is None:
             return False
         self._set_deadline(search, len({block.digest for block in wanted}), tokens_per_s)
         return True
+
+    def _keys_of(self, blocks: Seq[StoredBlock]) -> list[bytes]:
+        return [record_key(self._store.identity, block) for block in blocks]
 
     def _set_deadline(self, search: _Search, num_blocks: int, tokens_per_s: float | None) -> None:
         assert search.current is not None
@@ -208,14 +180,14 @@ class SourceLoads:
         search.asked_s = self._clock()
         search.deadline_s = search.asked_s + patience_s
 
-    def _take(self, search: _Search, inquiry: Inquiry, source: RecordSource) -> None:
+    def _take(self, search: _Search, inquiry: Inquiry, counters: SourceCounters) -> None:
         """Put the records that have arrived into the store; other threads may still add some."""
         for key in inquiry.keys:
             record = inquiry.found.get(key)
             if record is None:
-                source.num_misses += 1
+                counters.num_misses += 1
             else:
-                self._store.arrived[key] = Arrival(record, source)
+                self._store.arrived[key] = Arrival(record, counters)
                 search.keys.append(key)
 
     def _has_whole_prompt(self, sequence: Sequence) -> bool:
@@ -223,8 +195,8 @@ class SourceLoads:
         plan = self._disk_tier.find_loads(sequence.chain, self._store.holds, sequence.request.hit_limit)
         return plan.num_blocks >= limit
 
-    def _drop(self, _: int, search: _Search) -> None:
+    def _drop(self, search: _Search) -> None:
         if search.inquiry is not None and search.current is not None and not search.inquiry.done.is_set():
-            search.current.source.abandon(search.inquiry)
+            search.current.pool.abandon(search.inquiry)
         for key in search.keys:
             self._store.arrived.pop(key, None)

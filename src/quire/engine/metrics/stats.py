@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from quire.distributed.kvstore.remote.remote_stats import RemoteStats
-from quire.distributed.kvstore.store_stats import StoreStats
-from quire.distributed.kvstore.transfer.transfer_stats import TransferStats
+from quire.distributed.kvstore.counters import RemoteStats, StoreStats, TransferStats
 from quire.scheduling.stats import Metric, SchedulerStats
 
 

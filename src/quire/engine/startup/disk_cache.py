@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from quire.config import CacheConfig, EngineConfig, ResolvedConfig
-from quire.distributed.kvstore.block_store import TieredStore
-from quire.distributed.kvstore.disk.folder import StoreFolder
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.distributed.kvstore.exports import ExportTable
+from quire.distributed.kvstore.folder import StoreFolder
 from quire.distributed.kvstore.prefix_store import PrefixStore
 from quire.distributed.kvstore.record import IDENTITY_BYTES
-from quire.distributed.kvstore.remote.remote_store import RemoteSettings, RemoteStore
+from quire.distributed.kvstore.remote_store import RemoteSettings, RemoteStore
 from quire.distributed.pipeline import PipelineGroup
 from quire.distributed.ranks import Ranks
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.kv.handover import HandOver
-from quire.engine.kv.ranked_prefetch import FollowerPrefetcher, LeaderPrefetcher
-from quire.engine.kv.source_loads import PlannedSource, RecordSource, SourceLoads
+from quire.engine.kv.source_loads import PlannedSource, SourceLoads
 from quire.errors import ConfigError
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import KVCacheSpec
@@ -34,14 +31,6 @@ from quire.models.specs.spec import ModelSpec
 from quire.models.specs.stage_spec import StageSpec
 from quire.ops.interface.weight_formats import FORMS
 from quire.sequences.sequence import Sequence as TokenSequence
-
-
-class Source(NamedTuple):
-    """A `PlannedSource`."""
-
-    source: RecordSource
-    timeout_s: float
-    must_have: bool = False
 
 
 def open_stores(
@@ -83,7 +72,7 @@ def open_stores(
     transfer = cache.transfer
     is_producer = transfer is not None and transfer.is_producer
     exports = ExportTable(transfer.kv_buffer_size, transfer.ttl_s) if transfer is not None and is_producer else None
-    return DiskBlocks(TieredStore(key, identity, disk, remote, exports), block_bytes)
+    return DiskBlocks(key, identity, block_bytes, disk=disk, remote=remote, exports=exports)
 
 
 def _part_of(ranks: Ranks | None) -> str:
@@ -151,24 +140,22 @@ def open_prefetch(
     assert memory.archive is not None, "the memory was made without a disk"
     if cache.writes_through:
         memory.archive.ended = []
-    store, transfer, hand_over, sources = disk.store, cache.transfer, None, None
+    transfer, hand_over, sources = cache.transfer, None, None
     block_bytes = [group.bytes_per_block for group in groups]
     if transfer is not None:
-        hand_over = HandOver(transfer, store.exports, store.identity, max(block_bytes))
+        hand_over = HandOver(transfer, disk.exports, disk.identity, max(block_bytes))
         stack.callback(hand_over.close)
-    if store.remote is not None or hand_over is not None:
-        find = partial(_sources_of, hand_over, store.remote, cache.prefix_cache_timeout_s)
-        sources = SourceLoads(memory.archive, store, find, block_bytes=block_bytes, block_size=resolved.block_size)
-    make: Callable[..., DiskPrefetcher] = DiskPrefetcher
-    if ranks is not None:
-        make = partial(LeaderPrefetcher if ranks.is_leader else FollowerPrefetcher, ranks=ranks)
-    prefetch = make(
+    if disk.remote is not None or hand_over is not None:
+        find = partial(_sources_of, hand_over, disk.remote, cache.prefix_cache_timeout_s)
+        sources = SourceLoads(memory.archive, disk, find, block_bytes=block_bytes, block_size=resolved.block_size)
+    prefetch = DiskPrefetcher(
         memory.archive,
         disk,
         block_size=resolved.block_size,
         block_bytes=block_bytes,
         step_tokens=resolved.max_num_batched_tokens,
         sources=sources,
+        ranks=ranks,
     )
     return prefetch, hand_over
 
@@ -181,7 +168,7 @@ def _sources_of(
     peer = None if hand_over is None else hand_over.source_of(sequence.request)
     if hand_over is not None and peer is not None:
         must_have = hand_over.config.kv_load_failure_policy == "fail"
-        found.append(Source(peer, hand_over.config.timeout_s, must_have))
+        found.append(PlannedSource(peer, hand_over.config.timeout_s, must_have))
     if remote is not None:
-        found.append(Source(remote, timeout_s))
+        found.append(PlannedSource(remote.pool, timeout_s))
     return found

@@ -25,5 +25,5 @@ def open_kv_events(config: EngineConfig, engine: Engine, disk: DiskBlocks | None
 
     publisher = KVEventPublisher(options)
     logger.info("KV events: published at %s, replayed at %s", publisher.endpoint, publisher.replay_endpoint)
-    store = None if disk is None else disk.store.disk
+    store = None if disk is None else disk.disk
     return KVEventSource(engine.scheduler.memory, publisher, adapter_name, options.form, store)

@@ -15,7 +15,6 @@ from quire.distributed.gpu_ranks import device_of_ranks, join_devices
 from quire.distributed.launch import join_ranks
 from quire.distributed.ranks import Ranks, exit_soon
 from quire.distributed.torchrun import torchrun_place
-from quire.engine.kv.ranked_prefetch import FollowerPrefetcher
 from quire.engine.startup.loading import LoadedModel, load_part
 from quire.engine.startup.ranked_adapters import FollowerSlots
 from quire.engine.startup.wrappers import Wrappers
@@ -93,12 +92,12 @@ def _commands_of_parts(loaded: LoadedModel, *, runs_ahead: bool) -> dict[str, Ca
     commands: dict[str, Callable[..., None]] = {}
     if engine.adapters is not None and isinstance(engine.adapters.slots, FollowerSlots):
         commands["adapter"] = engine.adapters.slots.repeat
-    if isinstance(prefetch, FollowerPrefetcher):
+    if prefetch is not None:
 
         def save() -> None:
             # Where ranks run ahead, the plans in flight have been executed already.
             pending = engine.scheduler.memory.take_ops() if runs_ahead else engine.scheduler.take_ops()
-            prefetch.repeat_save(engine.executor, pending, time.monotonic)
+            prefetch.save_shard(engine.executor, pending, time.monotonic)
 
         commands |= {
             "reset": prefetch.reset,

@@ -13,7 +13,6 @@ from quire.distributed.launch import start_ranks
 from quire.distributed.ranks import Ranks
 from quire.distributed.torchrun import join_torchrun, torchrun_place
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
-from quire.engine.kv.ranked_prefetch import LeaderPrefetcher
 from quire.errors import ConfigError
 from quire.execution.runners.executor import Executor
 from quire.execution.runners.ranked_executor import RankedExecutor
@@ -96,6 +95,6 @@ def lead(
     if not ranks.is_leader:
         return RankedExecutor(executor, ranks, cores), None
     log = CommandLog(scheduler, ranks.send_commands)
-    if isinstance(prefetch, LeaderPrefetcher):
+    if prefetch is not None:
         prefetch.log = log
     return RankedExecutor(executor, ranks, cores, log.close), log

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.distributed.kvstore.arriving import ArrivingBytes
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
+from quire.distributed.kvstore.record import ArrivingBytes
 from quire.execution.step.kv_storage import Storage
 from quire.execution.step.pinned import HostCopy, pinned_bytes, placed
 from quire.memory.results import BlockCopy, StoredBlock, Tier

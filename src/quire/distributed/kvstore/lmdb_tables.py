@@ -13,58 +13,18 @@ A moment is a logical time: a counter that every use of a record, by any engine,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from struct import Struct
 from typing import Any, NamedTuple
 
 from quire.distributed.kvstore.record import IDENTITY_BYTES
+from quire.distributed.kvstore.sources import WriteBatch, Written
 
 RECORDS, USES, ORDER, TOTALS, META = b"records", b"uses", b"order", b"totals", b"meta"
 TABLES = (RECORDS, USES, ORDER, TOTALS, META)
 LIMIT, MOMENT = b"limit", b"moment"
 NUMBER = Struct(">Q")
 _PAIR = Struct("<QQ")
-
-
-class WriteBatch(NamedTuple):
-    """The changes of one transaction, in this order.
-
-    Args:
-        removed: keys of records to delete; keys without a record are ignored.
-        forgotten: identity whose records are deleted, up to `most_forgotten` of them; None to delete no identity's.
-        most_forgotten: see `forgotten`.
-        touched: keys of records that were used, the least recently used first.
-        records: records to add; those that exist already count as used.
-        most_bytes: limit of the bytes of all records; the least recently used are deleted. None for no limit.
-        freed_bytes: bytes of least recently used records to delete, whatever the limit.
-    """
-
-    removed: Sequence[bytes] = ()
-    forgotten: bytes | None = None
-    most_forgotten: int = 4096
-    touched: Sequence[bytes] = ()
-    records: Mapping[bytes, bytearray] = {}
-    most_bytes: int | None = None
-    freed_bytes: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the batch changes nothing."""
-        return not any((self.removed, self.forgotten, self.touched, self.records, self.freed_bytes))
-
-
-class Written(NamedTuple):
-    """The changes that a transaction made.
-
-    Args:
-        num_added: number of records that were added.
-        evicted: keys of the records that were deleted to make room.
-        num_forgotten: number of records of the forgotten identity that were deleted.
-    """
-
-    num_added: int
-    evicted: tuple[bytes, ...]
-    num_forgotten: int
 
 
 class StoreSizes(NamedTuple):

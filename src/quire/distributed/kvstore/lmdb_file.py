@@ -17,25 +17,24 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.config.extras import importing_extra
-from quire.distributed.kvstore.disk.folder import StoreFolder
-from quire.distributed.kvstore.disk.lmdb_tables import (
+from quire.distributed.kvstore.folder import StoreFolder
+from quire.distributed.kvstore.lmdb_tables import (
     LIMIT,
     META,
     NUMBER,
     TABLES,
     StoreSizes,
     Transaction,
-    WriteBatch,
-    Written,
     find_problem,
 )
+from quire.distributed.kvstore.sources import Record, WriteBatch, Written
 from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -55,16 +54,6 @@ class StoreDamaged(Exception):
     """A file that can no longer be used."""
 
 
-class _Problem(NamedTuple):
-    """The reason why a file cannot be opened.
-
-    Args:
-        text: the error.
-    """
-
-    text: str
-
-
 class StoreFile:
     """An LMDB file in a folder.
 
@@ -82,25 +71,23 @@ class StoreFile:
             self._remove()
         problem = self._verify_and_open(max_bytes)
         if problem is not None and not folder.is_alone:
-            raise StoreDamaged(problem.text)
+            raise StoreDamaged(problem)
         if problem is not None:
             self.was_damaged = True
             aside = path.with_name(path.name + ".damaged")
-            logger.warning(
-                "%s is damaged (%s): set aside as %s, the prefix cache begins anew", path, problem.text, aside
-            )
+            logger.warning("%s is damaged (%s): set aside as %s, the prefix cache begins anew", path, problem, aside)
             path.replace(aside)
             self._remove()
             problem = self._verify_and_open(max_bytes)
             if problem is not None:
-                raise ConfigError(f"prefix_cache_dir: {path} cannot be made: {problem.text}", field="prefix_cache_dir")
+                raise ConfigError(f"prefix_cache_dir: {path} cannot be made: {problem}", field="prefix_cache_dir")
 
     def _remove(self) -> None:
         """Remove the file, and LMDB's file of locks, which belongs to it."""
         for name in (NAME, NAME + "-lock"):
             self._path.with_name(name).unlink(missing_ok=True)
 
-    def _verify_and_open(self, max_bytes: int) -> _Problem | None:
+    def _verify_and_open(self, max_bytes: int) -> str | None:
         """Open the file while no engine writes; return the problem of a file that cannot be opened, None on success."""
         with self._folder.writing(WRITING_S) as is_locked:
             if not is_locked:
@@ -114,7 +101,7 @@ class StoreFile:
                 self._close_env()
             return problem
 
-    def _open(self, max_bytes: int) -> _Problem | None:
+    def _open(self, max_bytes: int) -> str | None:
         lmdb = self._lmdb
         try:
             self._env = lmdb.open(
@@ -133,11 +120,11 @@ class StoreFile:
                     "engine of a process a folder of its own",
                     field="prefix_cache_dir",
                 ) from error
-            return _Problem(str(error))
+            return str(error) or repr(error)
         except (ValueError, ArithmeticError, struct.error) as error:
-            return _Problem(str(error))
+            return str(error) or repr(error)
         if problem is not None:
-            return _Problem(problem)
+            return problem
         self._agree_on(max_bytes, limit)
         self._file = os.open(self._path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         self._num_bytes = os.fstat(self._file).st_size
@@ -162,17 +149,21 @@ class StoreFile:
         except self._lmdb.Error as error:
             logger.warning("%s cannot be written, and not be shared: %s", self._path, error)
 
-    def holds(self, key: bytes) -> bool:
-        """Return whether there is a record."""
-        return self.read(key, lambda _: True)
+    def find(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys that have a record."""
+        found: list[bytes] = []
+        self.fetch(keys, lambda key, _: found.append(key))
+        return found
 
-    def read(self, key: bytes, take: Callable[[memoryview], bool]) -> bool:
-        """Pass a record to `take`, and return its result; False where there is no record."""
+    def fetch(self, keys: Sequence[bytes], put: Callable[[bytes, Record], None]) -> None:
+        """Pass the records that exist to `put`: views, valid until it returns."""
         self._check_length()
         try:
             with self._env.begin(buffers=True) as txn:
-                record = txn.get(key, db=self._tables[b"records"])
-                return record is not None and take(record)
+                for key in keys:
+                    record = txn.get(key, db=self._tables[b"records"])
+                    if record is not None:
+                        put(key, record)
         except self._lmdb.Error as error:
             raise StoreDamaged(str(error)) from error
 
@@ -185,7 +176,7 @@ class StoreFile:
         except (self._lmdb.Error, struct.error) as error:
             raise StoreDamaged(str(error)) from error
 
-    def write(self, batch: WriteBatch) -> Written:
+    def put(self, batch: WriteBatch) -> Written:
         """Make the changes of a batch, in one transaction."""
         self._check_length()
         try:
@@ -239,7 +230,7 @@ def _import_lmdb() -> ModuleType:
         return import_module("lmdb")
 
 
-def _structure_problem(path: Path) -> _Problem | None:
+def _structure_problem(path: Path) -> str | None:
     """Return the error of a file's structure, None where it is sound or missing."""
     if not path.exists():
         return None
@@ -247,5 +238,5 @@ def _structure_problem(path: Path) -> _Problem | None:
     try:
         found = verifier.verify(str(path), subdir=False)
     except (verifier.VerifyError, OSError) as error:
-        return _Problem(str(error))
-    return _Problem(str(found[0])) if found else None
+        return str(error) or repr(error)
+    return str(found[0]) if found else None

@@ -1,1 +1,0 @@
-"""The block store on disk."""

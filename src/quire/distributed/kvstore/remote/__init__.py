@@ -1,1 +1,0 @@
-"""The remote block store in Redis or Valkey."""

@@ -1,1 +1,0 @@
-"""Transfer of blocks between engines."""
