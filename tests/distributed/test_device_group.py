@@ -16,13 +16,12 @@ import torch
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.distributed.cpu_sets import CpuSets
-from quire.distributed.device_group import DeviceRankGroup
+from quire.distributed.device_group import DeviceRankGroup, StagedTransport
 from quire.distributed.gloo import dist, make_group
 from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.nccl import WHOLE_BYTES, NcclTransport
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
-from quire.distributed.staged import StagedTransport
 from quire.errors import RankFailed
 from tests.distributed.engines import llm_of_threads
 from tests.distributed.in_threads import make_transports, run_groups

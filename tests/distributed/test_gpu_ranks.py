@@ -21,8 +21,7 @@ from quire.distributed.gpu_ranks import (
     while_all_live,
 )
 from quire.distributed.rank_group import RankGroup
-from quire.distributed.rank_memory import RankMemory
-from quire.distributed.ranks import Ranks
+from quire.distributed.ranks import RankMemory, Ranks
 from quire.errors import ConfigError, RankFailed, WorkerError
 from quire.execution.profile.gpu_memory_profile import StepLimits, decode_items, plan_of, prefill_items, run_alone
 from quire.execution.runners.build import build_runner

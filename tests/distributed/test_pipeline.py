@@ -13,8 +13,7 @@ import torch
 
 from quire.config import ParallelConfig
 from quire.distributed.launch import make_group, make_shared
-from quire.distributed.pipeline import PipelineGroup
-from quire.distributed.rank_grid import RankGrid
+from quire.distributed.pipeline import PipelineGroup, RankGrid
 from quire.errors import RankFailed
 from tests.distributed.in_threads import TIMEOUT_S, native_library, run_groups
 

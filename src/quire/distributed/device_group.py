@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from quire.distributed.rank_group import RankGroup
-from quire.distributed.transport import Transport
+from quire.distributed.transport import DeviceTransport, Transport
 from quire.errors import RankFailed
 
 # Number of checks of a wait for a device, over the time that it may take.
@@ -21,19 +21,32 @@ LOOKS: Final = 20
 SIZE_BYTES: Final = 8
 
 
-class DeviceTransport(Transport, Protocol):
-    """A transport of tensors on a device; tensors in a host's memory go as a `Transport` of hosts moves them.
+class StagedTransport(DeviceTransport):
+    """A transport whose tensors are copied to the host, summed there, and copied back: where torch has no NCCL."""
 
-    Attributes:
-        device: device of this rank.
-        num_started: number of operations on devices that were started here.
-    """
+    def __init__(self, host: Transport, device: torch.device) -> None:
+        super().__init__(host, device, f"{host.name}, through host memory")
 
-    device: torch.device
-    num_started: int
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Transport`."""
+        return self._host.all_reduce(self._staged(x), None if residual is None else self._staged(residual)).to(x.device)
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """See `Transport`."""
+        whole = self._host.gather(self._staged(part), widths)
+        return None if whole is None else whole.to(part.device)
 
     def broadcast(self, x: Tensor) -> None:
-        """Fill `x`, contiguous and of one shape and dtype on all ranks, with what it is on rank 0."""
+        """See `DeviceTransport`."""
+        if x.numel():
+            staged = self._staged(x)
+            # A sum with zeros: between hosts, messages are bytes and no tensors.
+            x.copy_(self._host.all_reduce(staged if self.rank == 0 else torch.zeros_like(staged)))
+
+    def _staged(self, x: Tensor) -> Tensor:
+        """Return a tensor in the host's memory."""
+        self.num_started += 1
+        return x.cpu()
 
 
 class DeviceRankGroup(RankGroup):

@@ -1,23 +1,24 @@
-"""Sums between ranks by torch's gloo: between hosts, and where there are no native kernels."""
+"""Sums and links between ranks by torch's gloo: between hosts, and where there are no native kernels."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any, Final
 
 import torch
 import torch.distributed
 from torch import Tensor
 
-from quire.errors import RankFailed
+from quire.config import ParallelConfig
+from quire.distributed.pipeline import PipelineGroup, RankGrid, connect_stages
+from quire.distributed.transport import IDLE, Transport, gather_columns, reaching, sum_in_order
 
 # Its types leave out what builds without gloo lack.
 dist: Any = torch.distributed
 
-# A rank without requests waits for rank 0 as long as that lives: its end is noticed by the closed connection.
-IDLE: Final = timedelta(days=365)
 # Time that the threads of a group have to end.
 END_TIMEOUT_S: Final = 5.0
 
@@ -42,26 +43,20 @@ class GlooTransport:
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See `Transport`; parts are gathered and added in order, as in shared memory, so that bits are equal."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._run(lambda: self._group.allgather([parts], [x]))
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part.float()
-        if residual is not None:
-            total += residual.float()
-        return total.to(x.dtype)
+        with reaching():
+            self._group.allgather([parts], [x]).wait()
+        return sum_in_order(parts, residual)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
         """See `Transport`."""
-        widest = max(widths)
-        padded = part.new_zeros(len(part), widest)
-        padded[:, : part.shape[1]] = part
         options = dist.GatherOptions()
         options.rootRank = 0
-        parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
-        self._run(lambda: self._group.gather([] if parts is None else [parts], [padded], options))
-        if parts is None:
-            return None
-        return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
+
+        def gather(parts: list[list[Tensor]], mine: list[Tensor]) -> None:
+            with reaching():
+                self._group.gather(parts, mine, options).wait()
+
+        return gather_columns(part, widths, self.rank == 0, gather)
 
     def send(self, message: bytes) -> None:
         """See `Transport`."""
@@ -83,14 +78,8 @@ class GlooTransport:
         options.rootRank = 0
         if timeout is not None:
             options.timeout = timeout
-        self._run(lambda: self._group.broadcast([tensor], options))
-
-    def _run(self, start: Any) -> None:
-        try:
-            start().wait()
-        except RuntimeError as error:
-            # The links know which rank it was, by its closed connection.
-            raise RankFailed(-1, f"cannot be reached ({' '.join(str(error).split())[:120]})") from error
+        with reaching():
+            self._group.broadcast([tensor], options).wait()
 
     def fail(self, rank: int) -> None:
         """Do nothing: the connections of a process that ends are closed, which ends the waits for it."""
@@ -98,6 +87,38 @@ class GlooTransport:
     def close(self) -> None:
         """End the group; see `end_group`."""
         group, self._group = [self._group], None
+        end_group(group)
+
+
+class GlooLink:
+    """One end of a link over sockets."""
+
+    def __init__(self, group: Any, peer: int, timeout_s: float) -> None:
+        self._group, self._peer, self._timeout = group, peer, timedelta(seconds=timeout_s)
+        self._turn = 0
+        # Messages that are under way, with their memory: the receiver may be busy with earlier ones.
+        self._sent: list[tuple[Any, Tensor]] = []
+
+    def send(self, x: Tensor) -> None:
+        """See `StageLink`."""
+        self._sent = [(work, each) for work, each in self._sent if not work.is_completed()]
+        with reaching(self._peer):
+            self._sent.append((self._group.send([x], self._peer, self._turn), x))
+        self._turn += 1
+
+    def receive(self, x: Tensor) -> None:
+        """See `StageLink`."""
+        with reaching(self._peer):
+            self._group.recv([x], self._peer, self._turn).wait(self._timeout)
+        self._turn += 1
+
+    def fail(self, rank: int) -> None:
+        """Do nothing: the connections of a process that ends are closed, which ends the waits for it."""
+
+    def close(self) -> None:
+        """End the group, with that of the other link of this rank; see `end_group`."""
+        group, self._group = [self._group], None
+        self._sent.clear()
         end_group(group)
 
 
@@ -116,10 +137,28 @@ def make_group(store: Any, rank: int, size: int, timeout_s: float, hostname: str
     """Return a group of processes; see `GlooTransport`."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    device = {} if hostname is None else {"hostname": hostname}
-    options._devices = [dist.ProcessGroupGloo.create_device(**device) if device else _default_device()]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    kind = dist.ProcessGroupGloo
+    options._devices = [kind.create_default_device() if hostname is None else kind.create_device(hostname=hostname)]
+    return kind(store, rank, size, options)
 
 
-def _default_device() -> Any:
-    return dist.ProcessGroupGloo.create_default_device()
+def connect_by_gloo(
+    store: Any, rank: int, config: ParallelConfig, hostname: str | None, sums: Transport | None = None
+) -> PipelineGroup:
+    """Return the group of a rank whose parts are connected by sockets."""
+    grid, timeout_s = RankGrid.of(config), config.distributed_timeout_s
+    stage, tensor_rank = grid.stage_of(rank), grid.tensor_rank_of(rank)
+
+    @cache
+    def stages() -> Any:
+        return make_group(dist.PrefixStore("stages", store), rank, grid.size, timeout_s, hostname)
+
+    def join(name: str, members: Sequence[int]) -> Transport:
+        part = dist.PrefixStore(name, store)
+        return GlooTransport(part, members.index(rank), len(members), timeout_s, hostname)
+
+    def link(first_stage: int) -> GlooLink:
+        other_stage = first_stage + (first_stage == stage)
+        return GlooLink(stages(), grid.rank_of(other_stage, tensor_rank), timeout_s)
+
+    return connect_stages(rank, config, join, link, sums)

@@ -14,12 +14,12 @@ from typing import Any, Final, TypeVar, cast
 import torch
 
 from quire.config import ParallelConfig
-from quire.distributed.device_group import DeviceRankGroup, DeviceTransport
+from quire.distributed.device_group import DeviceRankGroup, StagedTransport
 from quire.distributed.launch import LOCAL, START_TIMEOUT_S
 from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.ranks import Ranks
-from quire.distributed.staged import StagedTransport
 from quire.distributed.torchrun import TorchrunPlace
+from quire.distributed.transport import DeviceTransport
 from quire.errors import ConfigError, RankFailed
 from quire.platform.host_probe import pick_device
 

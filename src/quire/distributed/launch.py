@@ -144,14 +144,13 @@ def make_group(
         return RankGroup(shared, divides_experts=config.enable_expert_parallel)
     import torch.distributed
 
-    from quire.distributed.gloo import GlooTransport
-    from quire.distributed.gloo_links import connect_stages
+    from quire.distributed.gloo import GlooTransport, connect_by_gloo
 
     dist: Any = torch.distributed  # its types leave out what some builds lack
     if isinstance(store, str):
         store = dist.FileStore(store, size)
     if is_pipeline:
-        return connect_stages(store, rank, config, hostname, sums)
+        return connect_by_gloo(store, rank, config, hostname, sums)
     return RankGroup(
         GlooTransport(store, rank, size, timeout_s, hostname), divides_experts=config.enable_expert_parallel
     )

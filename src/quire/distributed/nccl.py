@@ -14,8 +14,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from quire.distributed.gloo import IDLE
-from quire.distributed.transport import Transport
+from quire.distributed.transport import IDLE, DeviceTransport, Transport, gather_columns, reaching, sum_in_order
 from quire.errors import RankFailed
 
 # Their types leave out what builds without NCCL lack.
@@ -30,7 +29,7 @@ WHOLE_BYTES: Final = 1 << 18
 ABORT_TIMEOUT_S: Final = 10.0
 
 
-class NcclTransport:
+class NcclTransport(DeviceTransport):
     """A rank's part of a group of GPUs.
 
     Sums are those of `GlooTransport`, to the bit: NCCL moves parts, and they are added here, in the order of the ranks
@@ -38,12 +37,9 @@ class NcclTransport:
     can have it.
     """
 
-    name = "NCCL"
-
     def __init__(self, group: Any, host: Transport, device: torch.device) -> None:
-        self.rank, self.size = host.rank, host.size
-        self.device, self.num_started = device, 0
-        self._group, self._host = group, host
+        super().__init__(host, device, "NCCL")
+        self._group = group
         self._failure: RankFailed | None = None
         self._lock = threading.Lock()
         self._abort: threading.Thread | None = None
@@ -82,17 +78,13 @@ class NcclTransport:
             return self._host.gather(part, widths)
         if not len(part):
             return part.new_empty(0, sum(widths)) if self.rank == 0 else None
-        padded = part
-        if part.shape[1] < max(widths):
-            padded = part.new_zeros(len(part), max(widths))
-            padded[:, : part.shape[1]] = part
-        parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
         options = _options(c10d.GatherOptions)
         options.rootRank = 0
-        self._run(lambda: self._group.gather([] if parts is None else [parts], [padded], options))
-        if parts is None:
-            return None
-        return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
+
+        def gather(parts: list[list[Tensor]], mine: list[Tensor]) -> None:
+            self._run(lambda: self._group.gather(parts, mine, options))
+
+        return gather_columns(part, widths, self.rank == 0, gather)
 
     def broadcast(self, x: Tensor) -> None:
         """See `DeviceTransport`."""
@@ -101,26 +93,18 @@ class NcclTransport:
             options.rootRank = 0
             self._run(lambda: self._group.broadcast([x], options))
 
-    def send(self, message: Any) -> None:
-        """See `Transport`."""
-        self._host.send(message)
-
-    def receive(self) -> Tensor:
-        """See `Transport`."""
-        return self._host.receive()
-
     def _run(self, start: Callable[[], Any]) -> None:
         """Start an operation."""
         self._check()
         self.num_started += 1
         try:
-            work = start()
-            if work is not None:  # what is not queued on the current stream has to be waited for
-                work.wait()
-        except RuntimeError as error:
+            with reaching():
+                work = start()
+                if work is not None:  # what is not queued on the current stream has to be waited for
+                    work.wait()
+        except RankFailed:
             self._check()
-            # The links know which rank it was, by its closed connection.
-            raise RankFailed(-1, f"cannot be reached ({' '.join(str(error).split())[:120]})") from error
+            raise
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -151,19 +135,6 @@ class NcclTransport:
             self._group.abort()
         except RuntimeError as error:
             logger.warning("the communicator of rank %d did not end: %s", self.rank, error)
-
-
-def sum_in_order(parts: Tensor, residual: Tensor | None) -> Tensor:
-    """Return the sum of `parts` [ranks, ...] in their order and in float32, and of `residual` [...], rounded once.
-
-    `parts` may be overwritten.
-    """
-    total = parts[0].float()
-    for part in parts[1:]:
-        total += part
-    if residual is not None:
-        total += residual
-    return total.to(parts.dtype)
 
 
 def _padded(x: Tensor, length: int) -> Tensor:

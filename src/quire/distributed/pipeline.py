@@ -17,43 +17,69 @@ channels as there are microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.distributed.rank_grid import RankGrid
+from quire.config import ParallelConfig
 from quire.distributed.rank_group import RankGroup
-from quire.distributed.transport import Transport
+from quire.distributed.transport import StageLink, Transport
 
 # Bytes of the longest message: larger ones would go in parts, which wait for the receiver. Memory is taken only where
 # messages are written.
 MAX_MESSAGE_BYTES: Final = 1 << 28
 
 
-class StageLink(Protocol):
-    """One end of the link between two stages."""
+class RankGrid(NamedTuple):
+    """The ranks of a model: stages, and tensor parallel ranks in each.
 
-    def send(self, x: Tensor) -> None:
-        """Send a contiguous tensor; the receiver of the one before may not have taken it yet.
+    ```
+                  stage 0   stage 1   last stage
+     tensor 0     rank 2    rank 4    rank 0        two ranks a stage: those of a stage have numbers in a row, so that
+     tensor 1     rank 3    rank 5    rank 1        torchrun starts them on one host
+    ```
 
-        Raises:
-            RankFailed: a rank has ended, or does not answer in time.
-        """
+    Args:
+        num_stages: number of stages.
+        tensor_size: number of ranks in each stage.
+    """
 
-    def receive(self, x: Tensor) -> None:
-        """Fill a contiguous tensor with what the other end sends next.
+    num_stages: int
+    tensor_size: int
 
-        Raises:
-            RankFailed: a rank has ended, or does not answer in time.
-        """
+    @classmethod
+    def of(cls, config: ParallelConfig) -> RankGrid:
+        """Return the grid that the options mean."""
+        return cls(config.pipeline_parallel_size, config.tensor_parallel_size)
 
-    def fail(self, rank: int) -> None:
-        """End the waits here because a rank has failed."""
+    @property
+    def size(self) -> int:
+        """Number of all ranks."""
+        return self.num_stages * self.tensor_size
 
-    def close(self) -> None:
-        """Let go of what the link holds."""
+    @property
+    def commanded(self) -> tuple[int, ...]:
+        """Ranks of the group in which rank 0 sends commands: itself, and all that are not in its stage."""
+        return (0, *range(self.tensor_size, self.size))
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of a rank: the last one is that of rank 0."""
+        return (rank // self.tensor_size - 1) % self.num_stages
+
+    def tensor_rank_of(self, rank: int) -> int:
+        """Return the number of a rank in its stage."""
+        return rank % self.tensor_size
+
+    def rank_of(self, stage: int, tensor_rank: int = 0) -> int:
+        """Return a rank of a stage, given its number there."""
+        return (stage + 1) % self.num_stages * self.tensor_size + tensor_rank
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """Return the ranks of a stage."""
+        first = self.rank_of(stage)
+        return tuple(range(first, first + self.tensor_size))
 
 
 class PipelineGroup(RankGroup):
@@ -143,3 +169,23 @@ class PipelineGroup(RankGroup):
         for part in (self._source, self._target, self.tensor):
             if part is not None:
                 part.close()
+
+
+def connect_stages(
+    rank: int,
+    config: ParallelConfig,
+    join: Callable[[str, Sequence[int]], Transport],
+    link: Callable[[int], StageLink],
+    sums: Transport | None = None,
+) -> PipelineGroup:
+    """Return the group of a rank, whose parts all ranks join in one order, since each waits for the others of a group."""
+    grid = RankGrid.of(config)
+    stage, commands, tensor = grid.stage_of(rank), None, None
+    if rank in grid.commanded:
+        commands = join("commands", grid.commanded)
+    if grid.tensor_size > 1:
+        sums = sums or join(f"stage-{stage}", grid.ranks_of(stage))
+        tensor = RankGroup(sums, divides_experts=config.enable_expert_parallel)
+    source = None if stage == 0 else link(stage - 1)
+    target = None if stage == grid.num_stages - 1 else link(stage)
+    return PipelineGroup(rank, grid, commands, source, target, tensor)

@@ -7,14 +7,15 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from quire.config import Machine, StepCost
 from quire.distributed.cpu_sets import CpuSets
 from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.rank_group import RankGroup
-from quire.distributed.rank_memory import RankMemory
 from quire.errors import ConfigError, LockstepDrift, RankFailed, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,63 @@ END_TIMEOUT_S: Final = 10.0
 LOAD_TIMEOUT_S: Final = 3600.0
 # The end of a process is known some milliseconds after the wait for it has failed.
 CAUSE_TIMEOUT_S: Final = 2.0
+
+
+class RankMemory(NamedTuple):
+    """Memory of a rank after its part of the weights is loaded, in bytes.
+
+    Args:
+        available: memory that can still be allocated: of its GPU, or on a CPU its share of the host's.
+        total: total memory of its GPU; None on a CPU.
+        host: its share of the host's memory that can still be allocated; None on a CPU.
+        fixed, per_token: memory of a step; see `StepCost`.
+    """
+
+    available: int
+    total: int | None
+    host: int | None
+    fixed: int
+    per_token: int
+
+    @classmethod
+    def of(cls, machine: Machine, step: StepCost, num_local: int) -> RankMemory:
+        """Return the memory of one of some ranks on a host, each with a GPU of its own or all with the CPU."""
+        host = None if machine.host_bytes is None else machine.host_bytes // num_local
+        available = machine.available_bytes // (num_local if machine.total_bytes is None else 1)
+        return cls(available, machine.total_bytes, host, step.fixed_bytes, step.bytes_per_token)
+
+    def least(self, others: Sequence[RankMemory]) -> RankMemory:
+        """Return a memory for all: no rank has less for its cache, whatever share of a GPU may be taken."""
+        ranks = (self, *others)
+        totals = [rank.total for rank in ranks if rank.total is not None]
+        available, total = min(rank.available for rank in ranks), None
+        if totals:
+            # A cache is a share of the total without the bytes that are taken, so each of the two has its own extreme.
+            total = min(totals)
+            available = max(0, total - max(rank.total - rank.available for rank in ranks if rank.total is not None))
+        hosts = [rank.host for rank in ranks if rank.host is not None]
+        return RankMemory(
+            available,
+            total,
+            min(hosts, default=None),
+            max(rank.fixed for rank in ranks),
+            max(rank.per_token for rank in ranks),
+        )
+
+    def machine(self, probed: Machine, num_threads: int) -> Machine:
+        """Return the machine of a rank that has this memory."""
+        return replace(
+            probed,
+            available_bytes=self.available,
+            total_bytes=self.total,
+            host_bytes=self.host,
+            num_threads=num_threads,
+        )
+
+    @property
+    def step(self) -> StepCost:
+        """Memory of a step."""
+        return StepCost(fixed_bytes=self.fixed, bytes_per_token=self.per_token)
 
 
 class Ranks:
@@ -200,6 +258,55 @@ class Ranks:
                 process.wait()
         self.links.close()
         self.group.close()
+
+
+class RankCalls:
+    """Questions of rank 0 to all others, beside the steps: what takes long is done in other threads; thread-safe.
+
+    Args:
+        links: connections to them, over which no other facts travel.
+        size: number of ranks.
+    """
+
+    def __init__(self, links: RankLinks, size: int) -> None:
+        self._links, self._others = links, range(1, size)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def ask(self, question: Any) -> Iterator[dict[int, Any]]:
+        """Send a JSON value to all; their answers, by rank, are in the dictionary after the block.
+
+        Raises:
+            WorkerError: a rank has failed.
+        """
+        answers: dict[int, Any] = {}
+        with self._lock:
+            for rank in self._others:
+                self._links.send_fact(rank, question)
+            try:
+                yield answers
+            finally:  # an answer that nobody takes would be that of the next question
+                for rank in self._others:
+                    answers[rank] = self._links.receive_fact(rank, LOAD_TIMEOUT_S)
+
+
+def answer_calls(links: RankLinks, answer: Callable[[Any], Any]) -> None:
+    """Answer the questions of rank 0, in a thread of its own, until a rank fails or the links are closed.
+
+    Args:
+        links: connection to rank 0.
+        answer: function from a question to the answer, which raises nothing.
+    """
+
+    def work() -> None:
+        while True:
+            try:
+                question = links.receive_fact(LEADER, threading.TIMEOUT_MAX)
+            except (WorkerError, ConfigError):  # rank 0 says it by itself, or it is the end
+                return
+            links.send_fact(LEADER, answer(question))
+
+    threading.Thread(target=work, name="quire-rank-calls", daemon=True).start()
 
 
 def exit_soon(timeout_s: float, code: int) -> None:

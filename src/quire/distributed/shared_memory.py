@@ -60,7 +60,7 @@ class SharedMemoryTransport:
         members: numbers of the group's ranks among all of the model; none where these are all.
 
     Attributes:
-        call: the group as native calls take it.
+        kernels, call: native calls, and the group as they take it.
     """
 
     name = "shared memory"
@@ -80,8 +80,8 @@ class SharedMemoryTransport:
     ) -> None:
         self.rank, self.size = rank, size
         self._members = tuple(members) or tuple(range(size))
-        self._kernels = library.ranks
-        length = region_bytes(self._kernels.page_bytes, size, slot_bytes)
+        self.kernels = library.ranks
+        length = region_bytes(self.kernels.page_bytes, size, slot_bytes)
         self._memory = mmap.mmap(descriptor, length, offset=offset)
         os.close(descriptor)
         # The buffer keeps the memory mapped.
@@ -89,7 +89,7 @@ class SharedMemoryTransport:
         address = ctypes.addressof(self._buffer)
         self.call = RankGroupCall(
             page=address,
-            slots=address + self._kernels.page_bytes,
+            slots=address + self.kernels.page_bytes,
             rank=rank,
             size=size,
             slot_bytes=slot_bytes,
@@ -101,7 +101,7 @@ class SharedMemoryTransport:
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See `Transport`."""
         pointer = None if residual is None else residual.data_ptr()
-        self.check(self._kernels.all_reduce(self.call, TYPES[x.dtype], x.data_ptr(), pointer, x.numel(), x.data_ptr()))
+        self.check(self.kernels.all_reduce(self.call, TYPES[x.dtype], x.data_ptr(), pointer, x.numel(), x.data_ptr()))
         return x
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
@@ -109,23 +109,23 @@ class SharedMemoryTransport:
         whole = part.new_empty(len(part), sum(widths)) if self.rank == 0 else None
         num_bytes = (ctypes.c_int64 * self.size)(*(width * part.itemsize for width in widths))
         pointer = None if whole is None else whole.data_ptr()
-        self.check(self._kernels.gather(self.call, part.data_ptr(), len(part), num_bytes, pointer))
+        self.check(self.kernels.gather(self.call, part.data_ptr(), len(part), num_bytes, pointer))
         return whole
 
     def send(self, message: bytes) -> None:
         """See `Transport`."""
-        self.check(self._kernels.send(self.call, message, len(message)))
+        self.check(self.kernels.send(self.call, message, len(message)))
 
     def receive(self) -> Tensor:
         """See `Transport`."""
         length = ctypes.c_int64()
         while True:
-            status = self._kernels.wait(self.call, LOOK_US, length)
+            status = self.kernels.wait(self.call, LOOK_US, length)
             if status >= 0 or status <= DIFFERS:  # otherwise rank 0 has sent nothing yet; a failure is above 0
                 break
         self.check(status)
         message = torch.empty(length.value, dtype=torch.uint8)
-        self.check(self._kernels.receive(self.call, message.data_ptr(), length.value))
+        self.check(self.kernels.receive(self.call, message.data_ptr(), length.value))
         return message
 
     def check(self, status: int) -> None:
@@ -142,7 +142,7 @@ class SharedMemoryTransport:
 
     def fail(self, rank: int) -> None:
         """See `Transport`."""
-        self._kernels.fail(self.call, rank)
+        self.kernels.fail(self.call, rank)
 
     def close(self) -> None:
         """Do nothing: the memory goes with this object, as native calls may still hold its address."""

@@ -11,54 +11,39 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
 from quire.config import ParallelConfig
-from quire.distributed.pipeline import MAX_MESSAGE_BYTES, PipelineGroup
-from quire.distributed.rank_grid import RankGrid
-from quire.distributed.rank_group import RankGroup
+from quire.distributed.pipeline import MAX_MESSAGE_BYTES, PipelineGroup, RankGrid, connect_stages
 from quire.distributed.shared_memory import SLOT_BYTES, SharedMemoryTransport, make_memory, region_bytes
 from quire.ops.cpu.native_library import NativeLibrary
-
-T = TypeVar("T", bound=SharedMemoryTransport)
 
 CHANNEL_SLOT_BYTES: Final = MAX_MESSAGE_BYTES + (1 << 16)
 
 
-class _Channel(SharedMemoryTransport):
-    """A group of two ranks of a pipeline, of which the first one sends."""
-
-    def put(self, x: Tensor) -> None:
-        """Send a contiguous tensor."""
-        self.check(self._kernels.send(self.call, x.data_ptr(), x.nbytes))
-
-    def take(self, x: Tensor) -> None:
-        """Fill `x` with the next message."""
-        length = ctypes.c_int64()
-        self.check(self._kernels.wait(self.call, self.call.timeout_us, length))
-        assert length.value == x.nbytes, "ranks have planned different steps"
-        self.check(self._kernels.receive(self.call, x.data_ptr(), length.value))
-
-
 class SharedMemoryLink:
-    """One end of a link in shared memory."""
+    """One end of a link in shared memory: groups of two ranks, of which the first one sends, take turns."""
 
-    def __init__(self, channels: Sequence[_Channel]) -> None:
+    def __init__(self, channels: Sequence[SharedMemoryTransport]) -> None:
         self._channels, self._turn = tuple(channels), 0
 
-    def _next(self) -> _Channel:
+    def _next(self) -> SharedMemoryTransport:
         self._turn = (self._turn + 1) % len(self._channels)
         return self._channels[self._turn]
 
     def send(self, x: Tensor) -> None:
         """See `StageLink`."""
-        self._next().put(x)
+        channel = self._next()
+        channel.check(channel.kernels.send(channel.call, x.data_ptr(), x.nbytes))
 
     def receive(self, x: Tensor) -> None:
         """See `StageLink`."""
-        self._next().take(x)
+        channel, length = self._next(), ctypes.c_int64()
+        channel.check(channel.kernels.wait(channel.call, channel.call.timeout_us, length))
+        assert length.value == x.nbytes, "ranks have planned different steps"
+        channel.check(channel.kernels.receive(channel.call, x.data_ptr(), length.value))
 
     def fail(self, rank: int) -> None:
         """See `StageLink`."""
@@ -129,10 +114,10 @@ class SharedPlace(NamedTuple):
     num_cores: int
 
     def join(
-        self, kind: type[T], descriptor: int, members: Sequence[int], offset: int = 0, slot_bytes: int = SLOT_BYTES
-    ) -> T:
-        """Return this rank's part of a group of some ranks."""
-        return kind(
+        self, descriptor: int, members: Sequence[int], offset: int = 0, slot_bytes: int = SLOT_BYTES
+    ) -> SharedMemoryTransport:
+        """Return this rank's part of a group of `members` in memory, which stays open; see `SharedMemoryTransport`."""
+        return SharedMemoryTransport(
             self.library,
             os.dup(descriptor),
             members.index(self.rank),
@@ -154,18 +139,14 @@ def share_stages(
     place = SharedPlace(library, rank, config.distributed_timeout_s, grid.size, num_cores)
     layout = _Layout(library.ranks.page_bytes, grid, config.num_microbatches)
 
+    stage, tensor_rank = grid.stage_of(rank), grid.tensor_rank_of(rank)
+
+    def join(name: str, members: Sequence[int]) -> SharedMemoryTransport:
+        return place.join(descriptor, members, 0 if name == "commands" else layout.sums(stage))
+
     def link(first_stage: int) -> SharedMemoryLink:
-        tensor_rank = grid.tensor_rank_of(rank)
         ends = [grid.rank_of(stage, tensor_rank) for stage in (first_stage, first_stage + 1)]
         offsets = [layout.channel(first_stage, tensor_rank, idx) for idx in range(config.num_microbatches)]
-        return SharedMemoryLink([place.join(_Channel, descriptor, ends, each, CHANNEL_SLOT_BYTES) for each in offsets])
+        return SharedMemoryLink([place.join(descriptor, ends, each, CHANNEL_SLOT_BYTES) for each in offsets])
 
-    stage, commands, tensor = grid.stage_of(rank), None, None
-    if rank in grid.commanded:
-        commands = place.join(SharedMemoryTransport, descriptor, grid.commanded)
-    if grid.tensor_size > 1:
-        sums = place.join(SharedMemoryTransport, descriptor, grid.ranks_of(stage), layout.sums(stage))
-        tensor = RankGroup(sums, divides_experts=config.enable_expert_parallel)
-    source = None if stage == 0 else link(stage - 1)
-    target = None if stage == grid.num_stages - 1 else link(stage)
-    return PipelineGroup(rank, grid, commands, source, target, tensor)
+    return connect_stages(rank, config, join, link)

@@ -16,10 +16,10 @@ from quire.config import ParallelConfig
 from quire.distributed.cpu_sets import CpuSets
 from quire.distributed.launch import LOCAL, make_group, make_shared, pick_library
 from quire.distributed.links import LEADER, RankLinks
-from quire.distributed.rank_grid import RankGrid
+from quire.distributed.pipeline import RankGrid
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
-from quire.distributed.shared_memory import SharedMemoryTransport, make_memory
+from quire.distributed.shared_memory import make_memory
 from quire.distributed.shared_stages import SharedPlace
 from quire.distributed.transport import Transport
 from quire.errors import ConfigError, RankFailed, WorkerError
@@ -235,7 +235,7 @@ def _share_sums(
             return None
         assert library is not None
         shared = SharedPlace(library, rank, config.distributed_timeout_s, place.num_local, num_cores())
-        return shared.join(SharedMemoryTransport, memory, members)
+        return shared.join(memory, members)
     finally:
         if memory >= 0:
             os.close(memory)

@@ -14,8 +14,8 @@ import torch
 
 from quire.distributed.links import RankLinks
 from quire.distributed.pipeline import PipelineGroup
-from quire.distributed.rank_calls import RankCalls, answer_calls
 from quire.distributed.rank_group import RankGroup
+from quire.distributed.ranks import RankCalls, answer_calls
 from quire.engine.startup.ranked_adapters import FollowerSlots, LeaderSlots
 from quire.errors import CheckpointError, LockstepDrift
 from quire.models.adapters.slots import AdapterSlots

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from quire.config import LoRAConfig
 from quire.distributed.gpu_ranks import on_gpu
-from quire.distributed.rank_calls import RankCalls, answer_calls
-from quire.distributed.ranks import Ranks
+from quire.distributed.ranks import RankCalls, Ranks, answer_calls
 from quire.engine.adapters import AdapterRegistry, DataPlaneSlots
 from quire.engine.startup.ranked_adapters import FollowerSlots, LeaderSlots
 from quire.errors import CheckpointError, ConfigError, RequestError

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quire.distributed.rank_calls import RankCalls
+from quire.distributed.ranks import RankCalls
 from quire.errors import CheckpointError, LockstepDrift, QuireError
 from quire.models.adapters.slots import Adapter, AdapterSlots
 
