@@ -178,7 +178,7 @@ def connect_stages(
     link: Callable[[int], StageLink],
     sums: Transport | None = None,
 ) -> PipelineGroup:
-    """Return the group of a rank, whose parts all ranks join in one order, since each waits for the others of a group."""
+    """Return the group of a rank; all ranks join its parts in one order, since each waits for the others of a group."""
     grid = RankGrid.of(config)
     stage, commands, tensor = grid.stage_of(rank), None, None
     if rank in grid.commanded:
