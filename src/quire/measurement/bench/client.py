@@ -197,9 +197,9 @@ async def _read_stream(pieces: AsyncIterator[bytes], outcome: Outcome) -> None:
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
     """Yield the data of each server-sent event; skip comments and other fields."""
-    held, data = b"", []
+    partial_line, data = b"", []
     async for piece in pieces:
-        *lines, held = (held + piece).split(b"\n")
+        *lines, partial_line = (partial_line + piece).split(b"\n")
         for line in lines:
             text = line.rstrip(b"\r")
             if text.startswith(b"data:"):

@@ -76,11 +76,11 @@ class DivergenceTally:
     def add(self, logits: Tensor, exact: Tensor, targets: Tensor) -> None:
         """Add R positions: logits and exact logits [R, V], and the next tokens [R]."""
         self._num_same += int((logits.argmax(-1) == exact.argmax(-1)).sum())
-        found, expected = logits.log_softmax(-1), exact.log_softmax(-1)
-        for log_probs, kept in ((found, self._log_probs), (expected, self._exact_log_probs)):
+        actual, expected = logits.log_softmax(-1), exact.log_softmax(-1)
+        for log_probs, kept in ((actual, self._log_probs), (expected, self._exact_log_probs)):
             kept.append(log_probs.gather(1, targets[:, None]).squeeze(1).double())
         # A token with an exact probability of 0 contributes nothing.
-        summands = (expected - found).mul_(expected.exp()).masked_fill_(expected.isneginf(), 0.0)
+        summands = (expected - actual).mul_(expected.exp()).masked_fill_(expected.isneginf(), 0.0)
         self._divergences.append(summands.sum(-1, dtype=torch.float64))
 
     def result(self) -> Divergence:

@@ -56,9 +56,9 @@ class ExactLinear:
     __slots__ = ("_bias", "_weight")
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None, is_kept: bool = False) -> None:
-        held = StoredWeight(tuple(map(_held, weight.parts)), torch.float32, weight.input_order)
+        copied = StoredWeight(tuple(map(_held, weight.parts)), torch.float32, weight.input_order)
         self._weight = (
-            StoredWeight((PlainWeight(torch.cat(list(_in_chunks(held)))),), torch.float32) if is_kept else held
+            StoredWeight((PlainWeight(torch.cat(list(_in_chunks(copied)))),), torch.float32) if is_kept else copied
         )
         self._bias = bias
 

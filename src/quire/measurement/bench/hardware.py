@@ -116,7 +116,8 @@ class RooflineStepTime:
         overhead_s = self._overhead_s
         each_bytes, each_operations = self._of_cached
         rest_bytes, rest_operations = (
-            rest + num_sequences * each for rest, each in zip(self._of_rest, self._of_sequence, strict=True)
+            of_rest + num_sequences * of_sequence
+            for of_rest, of_sequence in zip(self._of_rest, self._of_sequence, strict=True)
         )
         first_bytes, first_operations = (
             rest_bytes + num_cached * each_bytes,

@@ -85,8 +85,8 @@ async def exchange(
     try:
         connection = h11.Connection(h11.CLIENT)
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-        own = {"host": f"{host}:{endpoint.port}", "connection": "close", "content-length": str(len(body))}
-        request = h11.Request(method=method, target=endpoint.path + route, headers=[*{**own, **headers}.items()])
+        defaults = {"host": f"{host}:{endpoint.port}", "connection": "close", "content-length": str(len(body))}
+        request = h11.Request(method=method, target=endpoint.path + route, headers=[*{**defaults, **headers}.items()])
         for event in (request, h11.Data(data=body), h11.EndOfMessage()):
             writer.write(connection.send(event) or b"")
         await writer.drain()

@@ -168,5 +168,5 @@ def _token_s(outcome: Outcome) -> float:
 
 
 def _sum(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
+    known_counts = [count for count in counts if count is not None]
+    return sum(known_counts) if known_counts else None

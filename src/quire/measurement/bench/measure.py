@@ -133,8 +133,10 @@ class EngineBench:
             wall_s=wall_s,
             output_tokens_per_s=num_new / wall_s,
             total_tokens_per_s=(num_prompt + num_new) / wall_s,
-            time_to_first_token_s=percentiles([each[0] - started for each in times]),
-            inter_token_latency_s=percentiles([later - earlier for each in times for earlier, later in pairwise(each)]),
+            time_to_first_token_s=percentiles([token_times[0] - started for token_times in times]),
+            inter_token_latency_s=percentiles(
+                [later - earlier for token_times in times for earlier, later in pairwise(token_times)]
+            ),
             step_time_s={phase: seconds[phase] for phase in PHASES if phase in seconds},
             roofline=self._roofline(probe, wall_s),
         )

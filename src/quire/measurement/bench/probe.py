@@ -45,47 +45,47 @@ class ProbedRates(NamedTuple):
 @torch.inference_mode()
 def measure_rates(device: str, dtype: torch.dtype, ops: Ops) -> ProbedRates:
     """Return the best rates of short runs that read memory and multiply matrices."""
-    place = torch.device(device)
+    torch_device = torch.device(device)
     num_values = min(READ_BYTES, probe(device).available_bytes // 4) // 4
-    values = torch.ones(max(num_values, 1), device=place)
-    read_s = _best_s(values.sum, place)
+    values = torch.ones(max(num_values, 1), device=torch_device)
+    read_s = _best_s(values.sum, torch_device)
     num_bytes = values.numel() * values.element_size()
     del values
-    float32, own = (_product_rate(place, kind, ops) for kind in (None, dtype))
-    return ProbedRates(num_bytes / read_s, float32, own)
+    float32, model_dtype = (_product_rate(torch_device, kind, ops) for kind in (None, dtype))
+    return ProbedRates(num_bytes / read_s, float32, model_dtype)
 
 
-def _product_rate(place: torch.device, dtype: torch.dtype | None, ops: Ops) -> float:
+def _product_rate(device: torch.device, dtype: torch.dtype | None, ops: Ops) -> float:
     """Return operations per second of the engine's kernels in `dtype`; of torch in float32 if it is None."""
     best = 0.0
-    for num_rows, num_inputs, num_outputs in (SMALL_PRODUCT, LARGE_PRODUCT[place.type]):
+    for num_rows, num_inputs, num_outputs in (SMALL_PRODUCT, LARGE_PRODUCT[device.type]):
         operations = 2 * num_rows * num_inputs * num_outputs
         if best and operations / best > TOO_SLOW_S:
             break
-        x = torch.ones(num_rows, num_inputs, device=place)
-        weight = torch.ones(num_outputs, num_inputs, device=place)
+        x = torch.ones(num_rows, num_inputs, device=device)
+        weight = torch.ones(num_outputs, num_inputs, device=device)
         if dtype is None:
-            product_s = _best_s(partial(torch.mm, x, weight.T), place)
+            product_s = _best_s(partial(torch.mm, x, weight.T), device)
         else:
-            product_s = _best_s(partial(ops.pack_linear(weight.to(dtype)), x.to(dtype)), place)
+            product_s = _best_s(partial(ops.pack_linear(weight.to(dtype)), x.to(dtype)), device)
         best = max(best, operations / product_s)
     return best
 
 
-def _best_s(run: Callable[[], object], place: torch.device) -> float:
+def _best_s(run: Callable[[], object], device: torch.device) -> float:
     """Return the shortest time of the runs that fit into `BUDGET_S`, after one untimed run."""
     times: list[float] = []
     run()
     while len(times) < MIN_RUNS or (sum(times) < BUDGET_S and len(times) < MAX_RUNS):
-        synchronize(place)
+        synchronize(device)
         started = time.perf_counter()
         run()
-        synchronize(place)
+        synchronize(device)
         times.append(time.perf_counter() - started)
     return min(times)
 
 
-def synchronize(place: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a device has finished its work; a CPU has none pending."""
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -75,6 +75,6 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
 def _parts(ids: list[int], bos_token_id: int | None, max_length: int) -> Iterator[list[int]]:
     """Return the parts of a document, each with the BOS token if the document has one."""
     begin = ids[:1] if ids and ids[0] == bos_token_id else []
-    own = ids[len(begin) :]
+    text_ids = ids[len(begin) :]
     step = max(1, max_length - len(begin))
-    return (begin + own[start : start + step] for start in range(0, len(own), step))
+    return (begin + text_ids[start : start + step] for start in range(0, len(text_ids), step))

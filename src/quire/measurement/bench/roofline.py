@@ -177,13 +177,13 @@ def step_work(model: ModelShape, items: Iterable[StepItem]) -> StepWork:
 
 def _attention(layers: Iterable[LayerSpec]) -> tuple[tuple[AttentionShape, int], ...]:
     """Return each kind of attention, and its number of layers."""
-    found = Counter(
+    counts = Counter(
         AttentionShape(part.num_heads, part.num_kv_heads, part.head_dim, part.window, part.chunk)
         for layer in layers
         for part in layer.parts
         if isinstance(part, Attention)
     )
-    return tuple(found.items())
+    return tuple(counts.items())
 
 
 def _is_late(name: str, last: int) -> bool:
@@ -232,8 +232,8 @@ def seen_by_rows(start: int, count: int, window: int | None, chunk: int | None =
 
 def _seen_in_chunks(end: int, chunk: int) -> int:
     """Return the sum of visible tokens over the rows `[0, end)`; each row sees its own chunk up to itself."""
-    num_whole, rest = divmod(end, chunk)
-    return (num_whole * chunk * (chunk + 1) + rest * (rest + 1)) // 2
+    num_whole, remainder = divmod(end, chunk)
+    return (num_whole * chunk * (chunk + 1) + remainder * (remainder + 1)) // 2
 
 
 def least_s(work: StepWork, rates: Rates) -> float:

@@ -77,9 +77,9 @@ class StepProbe:
 
     def measure(self, seed: int = 0) -> None:
         """Serve requests of all kinds and record every step, after a few warm-up steps that are not recorded."""
-        rng, known = random.Random(seed), len(self.steps)
+        rng, num_recorded = random.Random(seed), len(self.steps)
         self._serve([self._request(rng, 8, 4)], rng, (0, 0))
-        del self.steps[known:]
+        del self.steps[num_recorded:]
         for requests, gap in self._rounds(rng):
             self._serve(requests, rng, gap)
 
@@ -88,7 +88,7 @@ class StepProbe:
 
         The steps are not recorded.
         """
-        known, first = len(self.steps), self._num_requests
+        num_recorded, first = len(self.steps), self._num_requests
         times: list[list[float]] = [[] for _ in requests]
         started_s = self._clock()
 
@@ -96,7 +96,7 @@ class StepProbe:
             times[int(name.removeprefix(PREFIX)) - first] += [self._clock() - started_s] * count
 
         self._serve(requests, random.Random(0), (0, 0), note)
-        del self.steps[known:]
+        del self.steps[num_recorded:]
         return times
 
     def fit(self) -> tuple[FittedStepTime, FitQuality]:
@@ -131,8 +131,8 @@ class StepProbe:
         for count, length in SHARED:
             if length + 64 <= longest and length + 64 * count < config.num_blocks * config.block_size:
                 beginning = self._request(rng, length, 1).prompt
-                owns = [self._request(rng, rng.randint(8, 40), 12) for _ in range(min(count, config.max_num_seqs))]
-                yield [BenchRequest(beginning + own.prompt, own.num_new) for own in owns], at_once
+                tails = [self._request(rng, rng.randint(8, 40), 12) for _ in range(min(count, config.max_num_seqs))]
+                yield [BenchRequest(beginning + tail.prompt, tail.num_new) for tail in tails], at_once
         shortest, most = MIXED_PROMPT
         lengths = [rng.randint(shortest, max(shortest, min(most, longest))) for _ in range(NUM_MIXED)]
         yield [self._request(rng, length, rng.randint(*MIXED_NEW)) for length in lengths], MIXED_GAP
@@ -181,10 +181,11 @@ class StepProbe:
 
 def quality_lines(quality: FitQuality, step_time: FittedStepTime) -> list[str]:
     """Return the quality and the coefficients of a fit as lines of text."""
-    given = {name: value for name, value in step_time.coefficients.items() if value}
+    coefficients = {name: value for name, value in step_time.coefficients.items() if value}
     return [
         f"{quality.num_steps:,} steps; error of a step: median {100 * quality.median_error:.1f}%, "
         f"90th percentile {100 * quality.p90_error:.1f}%; of all together {100 * quality.total_error:+.1f}%; "
         f"{100 * quality.r_squared:.1f}% of the variance explained",
-        "Microseconds for one of each: " + ", ".join(f"{name} {1e6 * value:,.4g}" for name, value in given.items()),
+        "Microseconds for one of each: "
+        + ", ".join(f"{name} {1e6 * value:,.4g}" for name, value in coefficients.items()),
     ]

@@ -85,11 +85,17 @@ def _is_count(value: object) -> bool:
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int and each >= 0 for each in value)
+    return (
+        isinstance(value, list) and bool(value) and all(type(token_id) is int and token_id >= 0 for token_id in value)
+    )
 
 
 def _are_messages(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and "role" in each for each in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) and "role" in message for message in value)
+    )
 
 
 def _is_time(value: object) -> bool:

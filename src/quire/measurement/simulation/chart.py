@@ -54,9 +54,9 @@ def draw_variants(results: Mapping[str, Sequence[SimulationReport]]) -> str:
     return _document(parts, top + MARGIN)
 
 
-def draw_search(what: str, found: SearchResult) -> str:
+def draw_search(what: str, search: SearchResult) -> str:
     """Return a chart with the goodput of each trial of a search, from the smallest value to the largest."""
-    trials = sorted(found.trials, key=lambda trial: trial.value)
+    trials = sorted(search.trials, key=lambda trial: trial.value)
     height, left, right = 320, 70, WIDTH - 30
     low, high = trials[0].value, trials[-1].value
     parts = [_text(MARGIN, 26, f"Goodput by {what}", weight="bold")]
@@ -69,7 +69,7 @@ def draw_search(what: str, found: SearchResult) -> str:
         share = (trial.value - low) / (high - low) if high > low else 0.5
         x, level = left + share * (right - left), 60 + 200 * (1 - trial.goodput)
         points.append(f"{x:.1f},{level:.1f}")
-        is_best = found.best is not None and trial.value == found.best.value
+        is_best = search.best is not None and trial.value == search.best.value
         parts.append(f'<circle cx="{x:.1f}" cy="{level:.1f}" r="{6 if is_best else 4}" fill="{OURS}"/>')
         if is_best:
             parts.append(_text(x, level - 12, f"{trial.value:,.4g}", anchor="middle", weight="bold"))
@@ -79,8 +79,8 @@ def draw_search(what: str, found: SearchResult) -> str:
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}"'
-    return f'<text {place} fill="{INK}">{escape(text)}</text>'
+    attributes = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}"'
+    return f'<text {attributes} fill="{INK}">{escape(text)}</text>'
 
 
 def _document(parts: Sequence[str], height: float) -> str:

@@ -157,10 +157,10 @@ class SimulatedFleet:
         if replica is None:
             return 0
         version = replica.version
-        found = replica.hit_tokens(request, self._now_s)
+        num_hit = replica.hit_tokens(request, self._now_s)
         if replica.version != version:
             self._expect(number, replica)
-        return found
+        return num_hit
 
     # ---- events ----
 
@@ -180,14 +180,14 @@ class SimulatedFleet:
         started, ended = replica.take_results()
         if stage.router.follows_events:
             stage.router.on_step_results(idx, self._now_s)
-        for each in started:
-            stage.router.on_first_token(each, idx, self._now_s)
-        for each, num_cached in zip(ended, stage.samples.num_cached[num_before:] if ended else (), strict=True):
-            stage.router.on_end(each, idx, self._now_s)
+        for request in started:
+            stage.router.on_first_token(request, idx, self._now_s)
+        for request, num_cached in zip(ended, stage.samples.num_cached[num_before:] if ended else (), strict=True):
+            stage.router.on_end(request, idx, self._now_s)
             if stage is self._stages[-1]:
-                self._continue(each)
+                self._continue(request)
             else:
-                self._hand_over(each, replica, num_cached)
+                self._hand_over(request, replica, num_cached)
         replica.begin_next()
         stage.set_load(number, replica)
         self._expect(number, replica)

@@ -39,10 +39,10 @@ class ServiceLevel(NamedTuple):
         Raises:
             ConfigError: a limit is unknown, occurs twice, or is not a number above 0.
         """
-        given: dict[str, float] = {}
+        limits: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = part.strip().partition("=")
-            if name not in ("ttft", "tpot") or name in given:
+            if name not in ("ttft", "tpot") or name in limits:
                 raise ConfigError(f"slo must be ttft=SECONDS, tpot=SECONDS, or both, got {shown(text)}", field="slo")
             number, factor = (value[:-2], 1e-3) if value.endswith("ms") else (value.removesuffix("s"), 1.0)
             try:
@@ -51,8 +51,8 @@ class ServiceLevel(NamedTuple):
                 seconds = 0.0
             if not 0 < seconds < math.inf:
                 raise ConfigError(f"slo: {name} must be a number of seconds above 0, got {shown(value)}", field="slo")
-            given[name] = seconds
-        return cls(given.get("ttft"), given.get("tpot"))
+            limits[name] = seconds
+        return cls(limits.get("ttft"), limits.get("tpot"))
 
 
 NO_LIMITS = ServiceLevel()

@@ -149,23 +149,23 @@ class PrefixAware(SimulatedRouter):
 
     def _candidates(self, prompt: Sequence[TokenSpan], least: int) -> list[int]:
         """Return the least loaded replica, and replicas that got the longest beginnings of the prompt, latest first."""
-        found = {least: None}
+        candidates = {least: None}
         for span in reversed(prompt):
-            known = self._known.get(span)
-            if known is not None:
+            replicas = self._known.get(span)
+            if replicas is not None:
                 self._known.move_to_end(span)
-                for idx in islice(reversed(known), self._max_candidates):
-                    found[idx] = None
-            if len(found) > self._max_candidates:
+                for idx in islice(reversed(replicas), self._max_candidates):
+                    candidates[idx] = None
+            if len(candidates) > self._max_candidates:
                 break
-        return list(found)[: self._max_candidates + 1]
+        return list(candidates)[: self._max_candidates + 1]
 
     def _remember(self, spans: Sequence[TokenSpan], idx: int) -> None:
         for span in spans:
-            known = self._known.setdefault(span, {})
-            known.pop(idx, None)
-            known[idx] = None
-            if len(known) > self._max_candidates:
-                del known[next(iter(known))]
+            replicas = self._known.setdefault(span, {})
+            replicas.pop(idx, None)
+            replicas[idx] = None
+            if len(replicas) > self._max_candidates:
+                del replicas[next(iter(replicas))]
         while len(self._known) > self._max_beginnings:
             self._known.popitem(last=False)

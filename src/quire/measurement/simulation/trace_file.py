@@ -30,7 +30,9 @@ def _is_length(value: object) -> bool:
 
 def _are_ids(value: object) -> bool:
     return (
-        isinstance(value, list) and len(value) <= MAX_LENGTH and all(type(each) is int and each >= 0 for each in value)
+        isinstance(value, list)
+        and len(value) <= MAX_LENGTH
+        and all(type(number) is int and number >= 0 for number in value)
     )
 
 
@@ -167,10 +169,10 @@ def _checked(line: str, where: str) -> dict[str, Any]:
     if unknown is not None:
         raise TraceError(f"{where}: {shown(unknown)} is not a field; there are {', '.join(FIELDS)}")
     for names in ALTERNATIVES:
-        given = [name for name in names if name in values]
-        if len(given) != 1:
+        present = [name for name in names if name in values]
+        if len(present) != 1:
             raise TraceError(
-                f"{where}: there must be one of {' and '.join(names)}, got {' and '.join(given) or 'none'}"
+                f"{where}: there must be one of {' and '.join(names)}, got {' and '.join(present) or 'none'}"
             )
     for name, value in values.items():
         allowed, is_right = FIELDS[name]

@@ -192,8 +192,8 @@ class SyntheticTraffic:
             spans = (TokenSpan(system, 0, shape.system_len),) if shape.system_len else ()
             if stream + 2 * turns > MAX_STREAMS:
                 raise ConfigError(f"num_requests has more than {MAX_STREAMS:,} messages", field="num_requests")
-            own = rng if turns == 1 else random.Random(f"session {self._seed} {idx}")
-            session = _Session(own, spans, turns, stream)
+            session_rng = rng if turns == 1 else random.Random(f"session {self._seed} {idx}")
+            session = _Session(session_rng, spans, turns, stream)
             stream += 2 * turns
             yield self._turn(session, idx, 0, now_s)
             if turns > 1:

@@ -78,10 +78,10 @@ class SimulatedExecutor:
         items = [self._write(item, written) for item in plan.items]
         for item in items:
             self._read(item)
-        found = tuple(self._find_candidates(group) for group in plan.beams)
+        candidates = tuple(self._find_candidates(group) for group in plan.beams)
         searching = {seq_id for group in plan.beams for seq_id in group.seq_ids}
         drawing = [item._replace(num_samples=0) if item.seq_id in searching else item for item in items]
-        return StepResult(plan.tick, tuple(map(self._draw, drawing)), found)
+        return StepResult(plan.tick, tuple(map(self._draw, drawing)), candidates)
 
     def predict_next(self, seq_id: int, token_ids: Sequence[int]) -> int | None:
         """Return the next token after a sequence's computed tokens and `token_ids`; None if it is not open."""
@@ -168,9 +168,9 @@ class SimulatedExecutor:
         self._claim((group_idx, block_id), item.seq_id, written)
         if block_id == NULL_BLOCK:
             raise InvariantViolation("M3", "the null block is never read or written")
-        found = self._states.get(key, ()) if item.start else ()
-        if found != tuple(tokens[: item.start]):
-            raise InvariantViolation("M5", f"sequence {item.seq_id} finds a state of {len(found)} other tokens")
+        state = self._states.get(key, ()) if item.start else ()
+        if state != tuple(tokens[: item.start]):
+            raise InvariantViolation("M5", f"sequence {item.seq_id} finds a state of {len(state)} other tokens")
         self._states[key] = tuple(tokens[: item.start + len(item.token_ids)])
 
     def _slot(self, table: list[int], position: int) -> int:
@@ -221,15 +221,15 @@ class SimulatedExecutor:
 
     def _find_candidates(self, group: BeamGroup) -> tuple[Candidate, ...]:
         """Return the best candidates of a beam group, by log probabilities that depend on the whole context."""
-        found = []
+        candidates = []
         for parent_idx, (seq_id, score) in enumerate(zip(group.seq_ids, group.scores, strict=True)):
             new_sequence, context = self._open[seq_id].new_sequence, self._open[seq_id].tokens
             logprobs = log_probabilities(new_sequence.seed, context, self.vocab_size)
-            found += [
+            candidates += [
                 Candidate(parent_idx, token_id, score + logprobs[token_id])
                 for token_id in self._allowed_ids(new_sequence, len(context))
             ]
-        return tuple(sorted(found, key=lambda candidate: -candidate.score)[: group.num_candidates])
+        return tuple(sorted(candidates, key=lambda candidate: -candidate.score)[: group.num_candidates])
 
 
 def log_probabilities(seed: int, context: Sequence[Token], vocab_size: int) -> list[float]:

@@ -108,9 +108,9 @@ def solve_non_negative(
                 for other in range(count):
                     gram[idx][other] += weight * value * row[other]
     free: list[int] = []
-    found = [0.0] * count
+    solution = [0.0] * count
     while len(free) < count:
-        slopes = [wanted[idx] - sum(map(float.__mul__, gram[idx], found)) for idx in range(count)]
+        slopes = [wanted[idx] - sum(map(float.__mul__, gram[idx], solution)) for idx in range(count)]
         best = max((idx for idx in range(count) if idx not in free), key=slopes.__getitem__)
         if slopes[best] <= 1e-9:
             break
@@ -119,21 +119,23 @@ def solve_non_negative(
             chosen = _solve([[gram[idx][other] for other in free] for idx in free], [wanted[idx] for idx in free])
             if chosen is None:
                 # The last feature is linearly dependent on the others, so it adds nothing.
-                found[free.pop()] = 0.0
-                return [value / length for value, length in zip(found, lengths, strict=True)]
+                solution[free.pop()] = 0.0
+                return [value / length for value, length in zip(solution, lengths, strict=True)]
             if min(chosen) > 0:
                 break
-            steps = [found[idx] / (found[idx] - value) for idx, value in zip(free, chosen, strict=True) if value <= 0]
+            steps = [
+                solution[idx] / (solution[idx] - value) for idx, value in zip(free, chosen, strict=True) if value <= 0
+            ]
             step = min(steps)
             for idx, value in zip(free, chosen, strict=True):
-                found[idx] += step * (value - found[idx])
-            free = [idx for idx in free if found[idx] > 1e-12]
-            found = [value if idx in free else 0.0 for idx, value in enumerate(found)]
+                solution[idx] += step * (value - solution[idx])
+            free = [idx for idx in free if solution[idx] > 1e-12]
+            solution = [value if idx in free else 0.0 for idx, value in enumerate(solution)]
             if not free:
                 return [0.0] * count
         for idx, value in zip(free, chosen, strict=True):
-            found[idx] = value
-    return [value / length for value, length in zip(found, lengths, strict=True)]
+            solution[idx] = value
+    return [value / length for value, length in zip(solution, lengths, strict=True)]
 
 
 def _solve(matrix: list[list[float]], wanted: list[float]) -> list[float] | None:
@@ -149,8 +151,8 @@ def _solve(matrix: list[list[float]], wanted: list[float]) -> list[float] | None
             factor = rows[other][idx] / rows[idx][idx]
             if factor:
                 rows[other] = [mine - factor * theirs for mine, theirs in zip(rows[other], rows[idx], strict=True)]
-    found = [0.0] * count
+    solution = [0.0] * count
     for idx in reversed(range(count)):
-        rest = sum(rows[idx][other] * found[other] for other in range(idx + 1, count))
-        found[idx] = (rows[idx][count] - rest) / rows[idx][idx]
-    return found
+        partial_sum = sum(rows[idx][other] * solution[other] for other in range(idx + 1, count))
+        solution[idx] = (rows[idx][count] - partial_sum) / rows[idx][idx]
+    return solution

@@ -36,23 +36,25 @@ def shared_tokens(tables: Sequence[tuple[Sequence[int], int]], block_size: int) 
     first_blocks = [table[0] for table, num_cached in tables if num_cached]
     if len({*first_blocks}) == len(first_blocks):
         return [0] * len(tables)
-    found: list[int] = []
+    counts: list[int] = []
     # First block -> the first table with this block, and the last one so far.
-    known: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+    first_and_last: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
     for table, num_cached in tables:
         if not num_cached:
-            found.append(0)
+            counts.append(0)
             continue
         first = table[0]
-        others = known.get(first)
+        others = first_and_last.get(first)
         if others is None:
-            known[first] = (table, table)
-            found.append(0)
+            first_and_last[first] = (table, table)
+            counts.append(0)
         else:
-            num_blocks = max(_num_common_blocks(table, other) for other in {id(each): each for each in others}.values())
-            known[first] = (others[0], table)
-            found.append(min(num_cached, num_blocks * block_size))
-    return found
+            num_blocks = max(
+                _num_common_blocks(table, other) for other in {id(earlier): earlier for earlier in others}.values()
+            )
+            first_and_last[first] = (others[0], table)
+            counts.append(min(num_cached, num_blocks * block_size))
+    return counts
 
 
 def _num_common_blocks(table: Sequence[int], other: Sequence[int]) -> int:
@@ -139,19 +141,19 @@ class FittedStepTime:
     _rows_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        given = self.coefficients
-        if set(given) != set(FEATURES):
-            wrong = sorted(set(given) ^ set(FEATURES))[0]
+        coefficients = self.coefficients
+        if set(coefficients) != set(FEATURES):
+            wrong = sorted(set(coefficients) ^ set(FEATURES))[0]
             raise ConfigError(f"step_times must have {', '.join(FEATURES)}, and {shown(wrong)} is amiss", field=wrong)
-        for name, value in given.items():
+        for name, value in coefficients.items():
             if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name} must be a number of seconds of at least 0, got {shown(value)}", field=name)
-        if not given["step"] + given["rows_to_1"] > 0:
+        if not coefficients["step"] + coefficients["rows_to_1"] > 0:
             raise ConfigError("step and rows_to_1 are both 0: a step of one row would take no time", field="step")
         # Seconds of a step and its rows at each bound.
-        at_bounds, before = [given["step"]], 0
+        at_bounds, before = [coefficients["step"]], 0
         for bound, name in zip(ROW_BOUNDS, ROW_NAMES, strict=False):
-            at_bounds.append(at_bounds[-1] + (bound - before) * given[name])
+            at_bounds.append(at_bounds[-1] + (bound - before) * coefficients[name])
             before = bound
         object.__setattr__(self, "_rows_s", tuple(at_bounds))
 
@@ -163,16 +165,20 @@ class FittedStepTime:
     def of_step(self, parts: Sequence[StepItem]) -> float:
         """Return the seconds of a step."""
         num_rows, num_sequences, num_read, num_cached, num_pairs = features_of(parts)
-        given, fixed_s = self.coefficients, self._fixed_s(num_rows, num_sequences)
-        lengths_s = num_read * given["read_tokens"] + num_cached * given["cached_tokens"] + num_pairs * given["pairs"]
+        coefficients, fixed_s = self.coefficients, self._fixed_s(num_rows, num_sequences)
+        lengths_s = (
+            num_read * coefficients["read_tokens"]
+            + num_cached * coefficients["cached_tokens"]
+            + num_pairs * coefficients["pairs"]
+        )
         return fixed_s + lengths_s
 
     def decode_ends(
         self, start_s: float, num_sequences: int, num_cached: int, num_shared: int, count: int
     ) -> list[float]:
         """Return the ends of consecutive steps of one token for each sequence."""
-        given, fixed_s = self.coefficients, self._fixed_s(num_sequences, num_sequences)
-        read_s, cached_s, pair_s = given["read_tokens"], given["cached_tokens"], given["pairs"]
+        coefficients, fixed_s = self.coefficients, self._fixed_s(num_sequences, num_sequences)
+        read_s, cached_s, pair_s = coefficients["read_tokens"], coefficients["cached_tokens"], coefficients["pairs"]
         ends_s, end_s = [], start_s
         for cached in range(num_cached, num_cached + count * num_sequences, num_sequences):
             # The same operations in the same order as in `of_step`.
@@ -183,11 +189,11 @@ class FittedStepTime:
 
     def _fixed_s(self, num_rows: int, num_sequences: int) -> float:
         """Return the part of a step's seconds that does not depend on lengths."""
-        given = self.coefficients
+        coefficients = self.coefficients
         idx = bisect_left(ROW_BOUNDS, num_rows)
         before = ROW_BOUNDS[idx - 1] if idx else 0
-        rows_s = self._rows_s[idx] + (num_rows - before) * given[ROW_NAMES[idx]]
-        return rows_s + num_sequences * given["sequences"]
+        rows_s = self._rows_s[idx] + (num_rows - before) * coefficients[ROW_NAMES[idx]]
+        return rows_s + num_sequences * coefficients["sequences"]
 
     def as_json(self) -> dict[str, Any]:
         """Return the coefficients as a JSON object."""
