@@ -32,19 +32,19 @@ DEFAULT_MAX_TOKENS = 96
 SHORT_MAX_TOKENS = 32
 
 
-def run(llm: LLM, given: dict[str, Any]) -> int:
+def run(llm: LLM, overrides: dict[str, Any]) -> int:
     """Run all conversations turn by turn, then several samples of one prompt; report the use of memory.
 
     Args:
         llm: engine with a chat model.
-        given: sampling parameters that the user has set.
+        overrides: sampling parameters that the user has set.
     """
-    if given.get("n", 1) != 1:
+    if overrides.get("n", 1) != 1:
         raise ConfigError("the demonstration chooses n itself; leave it out", field="n")
-    if "beam_width" in given:
+    if "beam_width" in overrides:
         raise ConfigError("the demonstration shows samples; leave beam_width out", field="beam_width")
     console = Console(highlight=False)
-    params = replace(llm.get_default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+    params = replace(llm.get_default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **overrides})
     for line in llm.resolved.lines():
         console.print(Text(line, style="dim"), soft_wrap=True)
     watch = MemoryWatch(llm)
@@ -59,7 +59,7 @@ def run(llm: LLM, given: dict[str, Any]) -> int:
         for history, row in zip(histories, table.rows, strict=True):
             history.append({"role": "assistant", "content": row.text})
     _title(console, f"One beginning, {NUM_SAMPLES} samples; they share its blocks until they differ")
-    short = replace(params, n=NUM_SAMPLES, max_tokens=given.get("max_tokens", SHORT_MAX_TOKENS))
+    short = replace(params, n=NUM_SAMPLES, max_tokens=overrides.get("max_tokens", SHORT_MAX_TOKENS))
     LiveTable([BEGINNING], console, num_samples=NUM_SAMPLES).show(watch.over(llm.stream(BEGINNING, short)))
     console.print()
     for line in watch.lines():

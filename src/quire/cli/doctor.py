@@ -138,13 +138,13 @@ def check_kernels() -> Iterator[Finding]:
     """Check the native kernels, and report the best level of instructions that this processor runs."""
     from quire.ops.cpu.native_library import find_library, runnable_libraries
 
-    found = find_library()
-    if isinstance(found, str):
+    library = find_library()
+    if isinstance(library, str):
         yield Finding(
-            "kernels", WARN, f"torch only: {found}", "install a C++ compiler, then Quire again (docs/install.md)"
+            "kernels", WARN, f"torch only: {library}", "install a C++ compiler, then Quire again (docs/install.md)"
         )
     else:
-        yield Finding("kernels", OK, f"native, {found.level} (of {', '.join(runnable_libraries())})")
+        yield Finding("kernels", OK, f"native, {library.level} (of {', '.join(runnable_libraries())})")
 
 
 def check_device() -> Iterator[Finding]:

@@ -31,12 +31,12 @@ def check_files(config: EngineConfig) -> None:
     _check_packages(config.cache)
     revision = config.model.revision
     for model in filter(None, (config.model.model, config.speculative.draft_model)):
-        known = revision if model == config.model.model else None
+        model_revision = revision if model == config.model.model else None
         path = Path(model).expanduser()
         # GGUF is skipped: a header may take long to read, and a file on the hub (NAME:QUANTISATION) long to fetch.
-        if (":" in model and not path.exists()) or find_gguf(model, known) is not None:
+        if (":" in model and not path.exists()) or find_gguf(model, model_revision) is not None:
             continue
-        raw = read_config(model, known)
+        raw = read_config(model, model_revision)
         read_model(without_quantization(raw))
         if model == config.model.model:
             check_stored_method(config.model.stored_quantization, raw, is_gguf=False)
@@ -61,5 +61,5 @@ def _check_packages(config: CacheConfig) -> None:
 
 def _can_be_written(folder: Path) -> bool:
     """Return whether a folder can be written, or created if it does not exist."""
-    known = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return known.is_dir() and os.access(known, os.W_OK | os.X_OK)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)

@@ -57,23 +57,23 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         QuireError: an option, a prompt or a parameter is refused.
     """
-    given = sampling_options(args) | structured_options(args)
+    overrides = sampling_options(args) | structured_options(args)
     prompts = [] if args.demo else _prompts(args)
     if not prompts and not args.demo and args.model != "bundled":
         raise ConfigError("there is no prompt; give --prompt, --prompts-file or a pipe", field="prompt")
     if not args.json:
         for name in ("logprobs", "prompt_logprobs"):
-            if given.get(name) is not None:
+            if overrides.get(name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --json", field=name)
         if args.stream and len(prompts) > 1:
             raise ConfigError("--stream takes one prompt, unless --json marks which text is whose", field="stream")
-        if args.stream and given.get("n", 1) > 1:
+        if args.stream and overrides.get("n", 1) > 1:
             raise ConfigError("--stream takes n=1, unless --json marks which text is whose", field="n")
-    if args.stream and "beam_width" in given:
+    if args.stream and "beam_width" in overrides:
         raise ConfigError("--stream has nothing to show before the end of a beam search", field="stream")
     if not prompts and (args.json or args.stream):
         raise ConfigError("the demonstration has neither --json nor --stream; give a prompt", field="prompt")
-    SamplingParams(**given)  # validates the parameters before a model is loaded
+    SamplingParams(**overrides)  # validates the parameters before a model is loaded
 
     options = checked_engine_options(args)
     from quire.engine.llm import LLM
@@ -82,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
         if not prompts:
             from quire.cli import demo
 
-            return demo.run(llm, given)
+            return demo.run(llm, overrides)
         for line in llm.resolved.lines():
             print(line, file=sys.stderr)
-        defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **(NO_CHOICE if "beam_width" in given else {})}
-        params = replace(llm.get_default_sampling_params(), **{**defaults, **given})
+        defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **(NO_CHOICE if "beam_width" in overrides else {})}
+        params = replace(llm.get_default_sampling_params(), **{**defaults, **overrides})
         adapter = None if args.lora_name is None else LoRARequest(args.lora_name)
         if args.stream:
             return _print_stream(llm, prompts, params, adapter, is_json=args.json)
@@ -120,7 +120,9 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     if output.error is not None:
         shown["error"] = output.error
     if output.prompt_logprobs is not None:
-        shown["prompt_logprobs"] = [None if known is None else _logprobs(known) for known in output.prompt_logprobs]
+        shown["prompt_logprobs"] = [
+            None if position is None else _logprobs(position) for position in output.prompt_logprobs
+        ]
     for sample in output.outputs:
         one: dict[str, Any] = {"index": sample.index, "text": sample.text, "token_ids": sample.token_ids}
         one |= {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
@@ -137,11 +139,11 @@ def _logprobs(position: PositionLogprobs) -> list[dict[str, Any]]:
     return [
         {
             "token_id": token_id,
-            "logprob": known.logprob if math.isfinite(known.logprob) else None,
-            "rank": known.rank,
-            "text": known.decoded_token,
+            "logprob": entry.logprob if math.isfinite(entry.logprob) else None,
+            "rank": entry.rank,
+            "text": entry.decoded_token,
         }
-        for token_id, known in position.items()
+        for token_id, entry in position.items()
     ]
 
 

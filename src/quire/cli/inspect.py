@@ -41,14 +41,14 @@ def run(args: argparse.Namespace) -> int:
     from quire.models.loading.inspection import inspect
 
     checkpoint = Checkpoint.open(args.model, args.revision)
-    found = inspect(checkpoint)
+    inspection = inspect(checkpoint)
     ends, problem = _read_ends(checkpoint)
-    found = replace(found, problem=found.problem or problem)
+    inspection = replace(inspection, problem=inspection.problem or problem)
     if args.json:
-        print(json.dumps({**asdict(found), "ends": [end._asdict() for end in ends]}, indent=2))
+        print(json.dumps({**asdict(inspection), "ends": [end._asdict() for end in ends]}, indent=2))
     else:
-        print("\n".join(lines(found, ends, has_metadata=args.metadata)))
-    return EXIT_REFUSED if found.problem else 0
+        print("\n".join(lines(inspection, ends, has_metadata=args.metadata)))
+    return EXIT_REFUSED if inspection.problem else 0
 
 
 def _read_ends(checkpoint: Checkpoint) -> tuple[tuple[EndToken, ...], str]:
@@ -64,27 +64,29 @@ def _read_ends(checkpoint: Checkpoint) -> tuple[tuple[EndToken, ...], str]:
         return find_ends(checkpoint, None), "" if checkpoint.gguf_fields is None else str(error)
 
 
-def lines(found: Inspection, ends: Collection[EndToken], *, has_metadata: bool) -> Iterator[str]:
+def lines(inspection: Inspection, ends: Collection[EndToken], *, has_metadata: bool) -> Iterator[str]:
     """Yield the lines of the report."""
     from quire.text.tokenizers.ends import describe
 
-    yield f"format        {found.format}"
-    yield f"architecture  {found.architecture}"
-    if found.num_layers:
-        sizes = f"{found.num_layers} layers of {found.width}, {found.vocab_size:,} tokens in the vocabulary"
-        yield f"sizes         {sizes}, contexts of up to {found.max_position:,} tokens"
-    num_values = sum(use.num_values for use in found.types)
-    yield f"tensors       {num_values:,} values in {found.num_bytes:,} bytes"
+    yield f"format        {inspection.format}"
+    yield f"architecture  {inspection.architecture}"
+    if inspection.num_layers:
+        sizes = (
+            f"{inspection.num_layers} layers of {inspection.width}, {inspection.vocab_size:,} tokens in the vocabulary"
+        )
+        yield f"sizes         {sizes}, contexts of up to {inspection.max_position:,} tokens"
+    num_values = sum(use.num_values for use in inspection.types)
+    yield f"tensors       {num_values:,} values in {inspection.num_bytes:,} bytes"
     if ends:
         yield f"ends          {describe(ends)}"
     yield ""
     yield f"{'type':8} {'tensors':>8} {'values':>16} {'bytes':>16}  served as"
-    for use in found.types:
+    for use in inspection.types:
         yield f"{use.type:8} {use.num_tensors:8,} {use.num_values:16,} {use.num_bytes:16,}  {use.served}"
     if has_metadata:
         yield ""
-        for key, value in found.metadata.items():
+        for key, value in inspection.metadata.items():
             yield f"{key}  {shown(value)}"
-    if found.problem:
+    if inspection.problem:
         yield ""
-        yield f"would be refused: {found.problem}"
+        yield f"would be refused: {inspection.problem}"

@@ -71,8 +71,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         actions = commands.choices[args.command]._option_string_actions
-        known = [flag for flag, action in actions.items() if action.help is not argparse.SUPPRESS]
-        refuse_unknown(args.command, unknown, known)
+        flags = [flag for flag, action in actions.items() if action.help is not argparse.SUPPRESS]
+        refuse_unknown(args.command, unknown, flags)
     # `serve` passes its arguments on to its replicas.
     args.arguments = arguments[1:]
     if hasattr(args, "model_flag"):

@@ -119,9 +119,9 @@ def add_foreign_options(parser: argparse.ArgumentParser) -> None:
     Flags that the parser already has are left out.
     """
     parser.add_argument("--model", dest="model_flag", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    known = parser._option_string_actions
+    actions = parser._option_string_actions
     for name, (neutral, _) in OPTION_HINTS.items():
-        if "--" + name.replace("_", "-") in known:
+        if "--" + name.replace("_", "-") in actions:
             continue
         options: dict[str, Any] = {"dest": FOREIGN + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         flags = ["--" + name.replace("_", "-"), *FOREIGN_SHORT.get(name, ())]
@@ -140,10 +140,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int | None
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given flags of the configuration as flat options for `EngineConfig.from_options`."""
-    given = {name: value for config in GROUPS for name, value in _given(args, config).items()}
+    options = {name: value for config in GROUPS for name, value in _given(args, config).items()}
     if hasattr(args, "speculative_config"):
-        given["speculative_config"] = args.speculative_config
-    return given | {name: getattr(args, FOREIGN + name) for name in OPTION_HINTS if hasattr(args, FOREIGN + name)}
+        options["speculative_config"] = args.speculative_config
+    return options | {name: getattr(args, FOREIGN + name) for name in OPTION_HINTS if hasattr(args, FOREIGN + name)}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -184,12 +184,12 @@ def parse_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def refuse_unknown(command: str, unknown: list[str], known: Collection[str]) -> NoReturn:
+def refuse_unknown(command: str, unknown: list[str], flags: Collection[str]) -> NoReturn:
     """End the command because of unknown arguments; suggest the nearest flags, or explain flags of vLLM."""
     hints = ""
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
         name = flag.removeprefix("--").replace("-", "_")
-        near = get_close_matches(flag, known, n=1, cutoff=0.75)
+        near = get_close_matches(flag, flags, n=1, cutoff=0.75)
         if name in OPTION_HINTS:
             hints += f"; {flag}: {OPTION_HINTS[name][1]}"
         elif near:

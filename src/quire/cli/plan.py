@@ -112,18 +112,18 @@ def _gpu_bytes(name: str, memory_bytes: int | None, device: str) -> int:
     """Return the memory of a GPU by its name."""
     from quire.measurement.bench.hardware import HARDWARE
 
-    known = {key: int(hardware.memory_bytes) for key, hardware in HARDWARE.items() if hardware.device == "cuda"}
-    if name not in known:
-        raise ConfigError(f"gpu must be one of {', '.join(known)}, got {shown(name)}", field="gpu")
+    memory_by_gpu = {key: int(hardware.memory_bytes) for key, hardware in HARDWARE.items() if hardware.device == "cuda"}
+    if name not in memory_by_gpu:
+        raise ConfigError(f"gpu must be one of {', '.join(memory_by_gpu)}, got {shown(name)}", field="gpu")
     if memory_bytes is not None:
         raise ConfigError(
             f"gpu must not be given with memory ({memory_bytes:,}): gpu {name!r} stands for device 'cuda' and memory "
-            f"{known[name]:,}",
+            f"{memory_by_gpu[name]:,}",
             field="gpu",
         )
     if device == "cpu":
         raise ConfigError(f"device must be 'cuda' or 'auto' with gpu {name!r}, got 'cpu'", field="device")
-    return known[name]
+    return memory_by_gpu[name]
 
 
 def _decode_rates(plan: MemoryPlan, config: EngineConfig, gpu: str) -> list[float | None]:
@@ -133,10 +133,10 @@ def _decode_rates(plan: MemoryPlan, config: EngineConfig, gpu: str) -> list[floa
 
     step_time = roofline_of(config, gpu, config.parallel.tensor_parallel_size)
     return [
-        each.concurrency / step_time.of_step([StepItem(each.num_tokens - 1, 1, 1)] * each.concurrency)
-        if each.concurrency
+        length.concurrency / step_time.of_step([StepItem(length.num_tokens - 1, 1, 1)] * length.concurrency)
+        if length.concurrency
         else None
-        for each in plan.lengths
+        for length in plan.lengths
     ]
 
 
@@ -164,10 +164,10 @@ def _lines(plan: MemoryPlan, rates: Sequence[float | None]) -> Iterator[str]:
     else:
         yield f"KV cache: {_size(plan.arena_bytes)} ({plan.arena_bytes:,} bytes), null blocks included."
     yield ""
-    told = ("" if rate is None else f"{rate:,.0f}" for rate in rates or [None] * len(plan.lengths))
+    rate_texts = ("" if rate is None else f"{rate:,.0f}" for rate in rates or [None] * len(plan.lengths))
     rows = (
-        (f"{each.num_tokens:,}", _size(each.sequence_bytes), _count(each.concurrency), rate)
-        for each, rate in zip(plan.lengths, told, strict=True)
+        (f"{length.num_tokens:,}", _size(length.sequence_bytes), _count(length.concurrency), rate)
+        for length, rate in zip(plan.lengths, rate_texts, strict=True)
     )
     yield from _table(("tokens", "a sequence", "at once", "tokens/s"), rows)
     if rates:

@@ -63,15 +63,15 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    given = {name: value for name, value in vars(args).items() if name in INT4_OPTIONS}
-    for name in given:
+    int4_options = {name: value for name, value in vars(args).items() if name in INT4_OPTIONS}
+    for name in int4_options:
         flag = INT4_OPTIONS[name]
         if args.to != "int4":
             raise ConfigError(f"{flag} is for int4, not for {args.to}", field=name)
-        if given.get("method") == "rounded" and name.startswith("calibration"):
+        if int4_options.get("method") == "rounded" and name.startswith("calibration"):
             raise ConfigError(f"--method rounded takes no {flag}", field=name)
-    if given.get("calibration_tokens", 1) < 1:
-        raise ConfigError(f"--calibration-tokens must be at least 1, got {given['calibration_tokens']}")
+    if int4_options.get("calibration_tokens", 1) < 1:
+        raise ConfigError(f"--calibration-tokens must be at least 1, got {int4_options['calibration_tokens']}")
     if args.num_threads is not None and args.num_threads < 1:
         raise ConfigError(f"--num-threads must be at least 1, got {args.num_threads}", field="num_threads")
     if args.to in FILES and args.dtype != "auto":
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
-    options = QuantizeOptions(to=args.to, dtype=args.dtype, **given)
+    options = QuantizeOptions(to=args.to, dtype=args.dtype, **int4_options)
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("Quantizing", total=None)
         quantize(

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if "*" in server_config.allow_origins and server_config.api_key is None:
         logging.warning("--allow-origin '*' without --api-key: every page that a browser here opens can use the server")
     # The queue of an offline engine is unlimited; the queue of a server is limited.
-    given = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN, **options.engine_options(args)}
-    engine_config = EngineConfig.from_options(**given)
+    engine_options = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN, **options.engine_options(args)}
+    engine_config = EngineConfig.from_options(**engine_options)
     if engine_config.lora.merge_lora and server_config.allow_runtime_lora_updating:
         raise ConfigError(
             "--allow-runtime-lora-updating loads adapters beside the model, and merge_lora leaves no model for that: "

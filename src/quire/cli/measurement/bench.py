@@ -56,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         QuireError: an option is refused, or the prompts do not fit the engine.
     """
-    given = given_shape(args)
-    if args.workload is not None and given:
-        flag = "--" + next(iter(given)).replace("_", "-")
+    shape_fields = given_shape(args)
+    if args.workload is not None and shape_fields:
+        flag = "--" + next(iter(shape_fields)).replace("_", "-")
         raise ConfigError(f"{flag} applies to custom workloads only, not to --workload {args.workload}")
     if args.fit is not None:
-        return _fit(args, given)
-    shape = SyntheticWorkload(**given)
+        return _fit(args, shape_fields)
+    shape = SyntheticWorkload(**shape_fields)
     name = "W5-cold" if args.workload == "W5" else args.workload
     options: dict[str, Any] = {"skip_tokenizer_init": True, **checked_engine_options(args)}
     if name == WITHOUT_CACHE and options.setdefault("enable_prefix_caching", False):
@@ -86,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fit(args: argparse.Namespace, given: dict[str, Any]) -> int:
+def _fit(args: argparse.Namespace, shape_fields: dict[str, Any]) -> int:
     """Measure steps, fit their times, and write them to a file."""
     other = next((name for name, value in {"workload": args.workload, "profile": args.profile}.items() if value), None)
-    other = other or next(iter(given), None)
+    other = other or next(iter(shape_fields), None)
     if other is not None:
         raise ConfigError(
             f"--{other.replace('_', '-')} does not apply to --fit, which has its own requests", field=other

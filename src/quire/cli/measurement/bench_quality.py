@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         bench.close()
     if args.json:
-        found = {"model": args.model, "reference": args.reference or args.model, "kernels": kernels}
-        found |= {"divergence": asdict(divergence), "greedy": None if greedy is None else asdict(greedy)}
-        print(json.dumps(found))
+        result = {"model": args.model, "reference": args.reference or args.model, "kernels": kernels}
+        result |= {"divergence": asdict(divergence), "greedy": None if greedy is None else asdict(greedy)}
+        print(json.dumps(result))
     else:
         print("\n".join((f"kernels          {kernels}", *report_lines(divergence, greedy))))
     return 0
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _greedy(text: str) -> tuple[int, int]:
     """Parse a number of prompts and a number of tokens, such as 20x32."""
-    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not numbers of prompts and tokens, 1 to 9999, such as 20x32")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])

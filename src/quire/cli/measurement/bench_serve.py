@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
     from quire.measurement.bench.http_client import Endpoint
     from quire.measurement.bench.load_report import Targets, load_lines, summarise
 
-    given, endpoint = given_shape(args), Endpoint.parse(args.url)
-    shape = SyntheticWorkload(**given)
-    traced = None if args.trace is None else _traced(args.trace, given)
+    shape_fields, endpoint = given_shape(args), Endpoint.parse(args.url)
+    shape = SyntheticWorkload(**shape_fields)
+    traced = None if args.trace is None else _traced(args.trace, shape_fields)
     ignore_eos = traced is None if args.ignore_eos is None else args.ignore_eos
     client = Client(endpoint, model=args.model, api_key=args.api_key, timeout_s=args.timeout, ignore_eos=ignore_eos)
     load, described = asyncio.run(_drive(args, client, shape, traced))
@@ -164,15 +164,15 @@ def _stop_once(stop: asyncio.Event, default: Any) -> None:
     signal.signal(signal.SIGINT, default)
 
 
-def _traced(path: str, given: dict[str, Any]) -> list[TracedRequest]:
+def _traced(path: str, shape_fields: dict[str, Any]) -> list[TracedRequest]:
     from quire.measurement.bench.trace import read_trace
 
-    shaping = next((name for name in given if name not in SHAPE_FIELDS_OF_TRACES), None)
+    shaping = next((name for name in shape_fields if name not in SHAPE_FIELDS_OF_TRACES), None)
     if shaping is not None:
         flag = "--" + shaping.replace("_", "-")
         raise ConfigError(f"{flag} shapes synthetic requests, not those of --trace", field=shaping)
     requests = read_trace(path)
-    wanted = given.get("num_prompts", len(requests))
+    wanted = shape_fields.get("num_prompts", len(requests))
     if wanted > len(requests):
         raise ConfigError(
             f"num_prompts must be at most {len(requests)}, which {path} has, got {wanted}", field="num_prompts"

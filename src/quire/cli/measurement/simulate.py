@@ -175,16 +175,16 @@ def run(args: argparse.Namespace) -> int:
     seeds = range(first, first + (args.seeds or (SEEDS_OF_COMPARISONS if args.compare else 1)))
     shape = None if args.trace else _shape(args, engine)
     if args.find is not None:
-        found = _find(args, engine, level, seeds, shape)
+        search = _find(args, engine, level, seeds, shape)
         described = {"engine": engine.name, "find": args.find, "goodput": args.goodput}
         if args.json:
-            trials = [{"value": trial.value, "goodput": trial.goodput} for trial in found.trials]
-            best = None if found.best is None else found.best.value
+            trials = [{"value": trial.value, "goodput": trial.goodput} for trial in search.trials]
+            best = None if search.best is None else search.best.value
             print(json.dumps({**described, "best": best, "trials": trials}))
         else:
-            print("\n".join([engine.name, "", *found_lines(args.find, found, args.goodput)]))
-        _draw(args.chart, args.find, {}, found)
-        return 0 if found.best is not None else EXIT_NONE_FOUND
+            print("\n".join([engine.name, "", *found_lines(args.find, search, args.goodput)]))
+        _draw(args.chart, args.find, {}, search)
+        return 0 if search.best is not None else EXIT_NONE_FOUND
     results: dict[str, list[SimulationReport]] = {}
     for name, changes in variants.items():
         results[name] = _scenario(args, engine, level, shape, changes).run_all(seeds)
@@ -204,8 +204,8 @@ def _engine(args: argparse.Namespace) -> SimulatedEngine:
 
     if args.step_times is None:
         return engine_on_hardware({"model": args.model, **engine_options(args)}, args.hardware or "l4", args.gpus)
-    given = engine_options(args)
-    fixed = next((name for name in OPTIONS_OF_MODEL if name in given), None)
+    options = engine_options(args)
+    fixed = next((name for name in OPTIONS_OF_MODEL if name in options), None)
     fixed = "gpus" if args.gpus != 1 else "model" if args.model != ModelConfig().model else fixed
     if fixed is not None:
         raise ConfigError(f"{fixed} cannot be changed with --step-times: the file says what was measured", field=fixed)
@@ -236,9 +236,9 @@ def _traffic(args: argparse.Namespace, shape: TrafficShape | None, block_size: i
 
     if shape is not None:
         return lambda seed: SyntheticTraffic(shape, seed)
-    given = _given_shape(args)
-    if given or args.traffic is not None:
-        name = next(iter(given), "traffic")
+    shape_fields = _given_shape(args)
+    if shape_fields or args.traffic is not None:
+        name = next(iter(shape_fields), "traffic")
         raise ConfigError(f"{name} shapes synthetic traffic, not that of --trace", field=name)
     try:
         with open(args.trace, encoding="utf-8") as file:
@@ -286,12 +286,12 @@ def _split(args: argparse.Namespace, num_prefill: int) -> PrefillSplit | None:
 
     if not num_prefill:
         return None
-    given: dict[str, float] = {}
+    transfer: dict[str, float] = {}
     if args.transfer_rate is not None:
-        given["bytes_per_s"] = args.transfer_rate
+        transfer["bytes_per_s"] = args.transfer_rate
     if args.transfer_latency_ms is not None:
-        given["latency_s"] = args.transfer_latency_ms / 1000
-    return PrefillSplit(num_prefill=num_prefill, **given)
+        transfer["latency_s"] = args.transfer_latency_ms / 1000
+    return PrefillSplit(num_prefill=num_prefill, **transfer)
 
 
 def _find(
@@ -341,14 +341,14 @@ def _variants(compared: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _draw(
-    path: str | None, find: str | None, results: Mapping[str, list[SimulationReport]], found: SearchResult | None
+    path: str | None, find: str | None, results: Mapping[str, list[SimulationReport]], search: SearchResult | None
 ) -> None:
     """Write the chart, if `path` is given."""
     if path is None:
         return
     from quire.measurement.simulation.chart import draw_search, draw_variants
 
-    text = draw_variants(results) if found is None else draw_search(find or "", found)
+    text = draw_variants(results) if search is None else draw_search(find or "", search)
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)

@@ -90,26 +90,26 @@ def comparison_lines(results: Mapping[str, Sequence[SimulationReport]]) -> list[
         return [*lines, "", "With one seed no difference can be told from chance: give --seeds 3 or more"]
     lines += ["", f"Beside {names[0]}, by the differences of {len(base)} pairs of runs with the same requests:"]
     for name in names[1:]:
-        told = []
+        verdicts = []
         for figure in JUDGED:
             gap = difference(figure, results[name], base)
             word = verdict(figure, gap)
             if word != "no difference":
                 sign = "+" if gap.mean > 0 else "-"
                 size = shown_estimate(Estimate(abs(gap.mean), gap.half_width), TITLES[figure][1])
-                told.append(f"{TITLES[figure][0]} {word} ({sign}{size})")
-        lines.append(f"  {name}: {'; '.join(told) or 'no difference that the seeds show'}")
+                verdicts.append(f"{TITLES[figure][0]} {word} ({sign}{size})")
+        lines.append(f"  {name}: {'; '.join(verdicts) or 'no difference that the seeds show'}")
     return lines
 
 
-def found_lines(what: str, found: SearchResult, share: float) -> list[str]:
+def found_lines(what: str, search: SearchResult, share: float) -> list[str]:
     """Return the trials of a search, and its result."""
-    lines = [f"  {trial.value:>12,.6g} {what}: goodput {100 * trial.goodput:.1f}%" for trial in found.trials]
-    if found.best is None:
+    lines = [f"  {trial.value:>12,.6g} {what}: goodput {100 * trial.goodput:.1f}%" for trial in search.trials]
+    if search.best is None:
         return [*lines, "", f"None keeps the limits for {100 * share:g}% of the requests"]
     most = "The largest rate" if what == "rate" else "The fewest replicas"
     unit = " requests/s" if what == "rate" else ""
-    return [*lines, "", f"{most} at which {100 * share:g}% keep the limits: {found.best.value:,.6g}{unit}"]
+    return [*lines, "", f"{most} at which {100 * share:g}% keep the limits: {search.best.value:,.6g}{unit}"]
 
 
 def figures_of(results: Mapping[str, Sequence[SimulationReport]]) -> dict[str, Any]:

@@ -93,8 +93,8 @@ class Calibration:
                 "each layer by itself, so leave calibration out (method rounded)"
             )
         self._spec, self._weight_map, self._reader = spec, weight_map, reader
-        self._steps = split_sequences([len(each) for each in sequences], STEP_TOKENS)
-        ids = torch.tensor([token_id for each in sequences for token_id in each])
+        self._steps = split_sequences([len(sequence) for sequence in sequences], STEP_TOKENS)
+        ids = torch.tensor([token_id for sequence in sequences for token_id in sequence])
         if int(ids.max()) >= spec.vocab_size:
             raise ConfigError(
                 f"the tokenizer gives token id {int(ids.max())}, but the model has {spec.vocab_size} tokens",
@@ -109,10 +109,10 @@ class Calibration:
     ) -> Iterator[tuple[str, QuantizedMatrix]]:
         """Quantise a layer for its inputs; the outputs of the quantised layer become the inputs of the next one."""
         ops = ObservingOps(make_ops(CPU))
-        here = {name: sources for name, sources in weights.items() if name.startswith(f"layers.{idx}.")}
-        self._hidden = self._observe(self._layer(idx, ops, here, {}))
+        layer_weights = {name: sources for name, sources in weights.items() if name.startswith(f"layers.{idx}.")}
+        self._hidden = self._observe(self._layer(idx, ops, layer_weights, {}))
         quantized: dict[str, Tensor] = {}
-        for name, sources in here.items():
+        for name, sources in layer_weights.items():
             observed = ops.linears.pop(name)
             # Tensors with the same inputs are quantised together: all tensors of the weight, or of each expert.
             layers = observed[:1] if observed[0].is_paired else observed
@@ -159,11 +159,11 @@ class Calibration:
 
     def _observe(self, decoder: Decoder) -> Tensor:
         """Run a layer over the hidden states of both models, and return its outputs in the original one."""
-        given = []
+        outputs = []
         for rows, lengths in self._steps:
-            given.append(_run(decoder, self._hidden[rows], lengths))
+            outputs.append(_run(decoder, self._hidden[rows], lengths))
             _run(decoder, self._rounded[rows], lengths)
-        return torch.cat(given)
+        return torch.cat(outputs)
 
 
 def _run(decoder: Decoder, hidden: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -60,8 +60,8 @@ def type_of(name: str, shape: tuple[int, ...], form: str, spec: ModelSpec) -> Te
 
 def _has_more_bits(name: str, num_layers: int) -> bool:
     """Return whether the mix Q4_K_M gives a matrix 6 bits: value and down projections of half of the layers."""
-    _, number, *rest = name.split(".")
-    if rest[0] not in ("attn_v", "ffn_down"):
+    _, number, *parts = name.split(".")
+    if parts[0] not in ("attn_v", "ffn_down"):
         return False
     layer, eighth = int(number), num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2

@@ -65,7 +65,7 @@ def _encode(value: FieldValue) -> tuple[int, bytes]:
     kind = STRING if isinstance(value[0], str) else INT32 if isinstance(value[0], int) else FLOAT32
     start = U32.pack(kind) + U64.pack(len(value))
     if kind == STRING:
-        return ARRAY, start + b"".join(_string(str(each)) for each in value)
+        return ARRAY, start + b"".join(_string(str(item)) for item in value)
     return ARRAY, start + struct.pack(f"<{len(value)}{FORMATS[kind]}", *value)
 
 

@@ -38,7 +38,7 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Seque
     if model["type"] != "BPE" or tokenizer.vocab_size > vocab_size:
         raise _refusal(f"of type {shown(model['type'])} with {tokenizer.vocab_size} tokens")
     kind = "gpt2" if "ByteLevel" in {step["type"] for step in _steps(stored["pre_tokenizer"])} else "llama"
-    merges = [" ".join(each) if isinstance(each, list) else each for each in model["merges"]]
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]]
     tokens, types = _tokens(stored, vocab_size)
     fields: dict[str, FieldValue] = {"model": kind, "tokens": tokens, "token_type": types}
     if kind == "gpt2":

@@ -17,10 +17,10 @@ MODULES: Final = frozenset({"qkv", "q", "output", "gate_up", "down", "input"})
 
 def linear_weights(weight_map: WeightMap, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, ...]]:
     """Return the names of the decoder's weights that are to be quantised, with the names of their tensors."""
-    found = {}
+    weights = {}
     for name, sources in weight_map.items():
-        place, _, kind = name.rpartition(".")
-        if kind != "weight" or not name.startswith("layers.") or place.rpartition(".")[2] not in MODULES:
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or not name.startswith("layers.") or module.rpartition(".")[2] not in MODULES:
             continue
         for source in sources:
             if not source.endswith(".weight") or source not in tensors or len(tensors[source].shape) != 2:
@@ -28,8 +28,8 @@ def linear_weights(weight_map: WeightMap, tensors: Mapping[str, StoredTensor]) -
                     f"tensor {shown(source)} of the checkpoint is no matrix of one layer, which is what is quantised: "
                     "models with their experts in one tensor are not written quantised"
                 )
-        found[name] = tuple(dict.fromkeys(sources))
-    return found
+        weights[name] = tuple(dict.fromkeys(sources))
+    return weights
 
 
 def check_groups(tensors: Mapping[str, StoredTensor], names: list[str], group_size: int | None) -> None:

@@ -29,9 +29,9 @@ def run_sequences(
     storages = make_storages(decoder.cache_groups, counts, BLOCK_SIZE, decoder.dtype, CPU)
     groups = [_batch(cache, starts, num_blocks) for cache in caches]
     positions = torch.cat([torch.arange(length) for length in lengths])
-    given = None if embeddings is None else (torch.arange(len(input_ids)), embeddings)
+    indexed_embeddings = None if embeddings is None else (torch.arange(len(input_ids)), embeddings)
     with torch.inference_mode():
-        return decoder(input_ids, positions, groups, storages, given)
+        return decoder(input_ids, positions, groups, storages, indexed_embeddings)
 
 
 def split_sequences(lengths: Sequence[int], most: int) -> list[tuple[slice, list[int]]]:

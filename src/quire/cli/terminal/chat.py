@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         QuireError: an option or parameter is refused; with piped input also a refused question or command.
     """
-    given = sampling_options(args) | structured_options(args)
-    check_chat_parameters(given)
-    SamplingParams(**given)  # validates the parameters before a model is loaded
+    overrides = sampling_options(args) | structured_options(args)
+    check_chat_parameters(overrides)
+    SamplingParams(**overrides)  # validates the parameters before a model is loaded
 
     options = checked_engine_options(args)
     from quire.engine.llm import LLM
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
                 "FILE, or complete a text with quire generate",
                 field="chat_template",
             )
-        params = replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})
+        params = replace(llm.get_default_sampling_params(), **{"max_tokens": None, **overrides})
         conversation = Conversation(llm, params, args.system)
         if sys.stdin.isatty():
             talk(llm, conversation)
@@ -129,7 +129,7 @@ def handle(conversation: Conversation, line: str) -> bool:
     if name not in commands:
         near = get_close_matches(name, [*commands, *END], n=1)
         hint = f"did you mean /{near[0]}? " if near else ""
-        names = ", ".join(f"/{known}" for known in [*commands, *END])
+        names = ", ".join(f"/{command}" for command in [*commands, *END])
         raise RequestError(f"unknown command /{name}: {hint}There are {names}; // sends a text that begins with /")
     said = commands[name](text.strip())
     if said is not None:

@@ -62,8 +62,8 @@ class Conversation:
             read = read_sampling_parameter(name, value.strip())
             self.params = replace(self.params, **{name: read})
             return f"{name} is {getattr(self.params, name)!r} from now on."
-        known = (known for known in sampling_parameters() if known not in FIXED)
-        return "  ".join(f"{known}={getattr(self.params, known)!r}" for known in known)
+        parameters = (parameter for parameter in sampling_parameters() if parameter not in FIXED)
+        return "  ".join(f"{parameter}={getattr(self.params, parameter)!r}" for parameter in parameters)
 
     def undo(self) -> str:
         """Forget the last question and its answer; return a message."""
@@ -137,10 +137,10 @@ class Conversation:
         return text
 
 
-def check_chat_parameters(given: dict[str, object]) -> None:
+def check_chat_parameters(parameters: dict[str, object]) -> None:
     """Refuse sampling parameters that a conversation does not support."""
     for name, value in FIXED.items():
-        if given.get(name, value) != value:
+        if parameters.get(name, value) != value:
             raise ConfigError(f"{name} has no place in a chat; leave it out", field=name)
 
 
