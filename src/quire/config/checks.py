@@ -76,7 +76,7 @@ def check_served(options: Mapping[str, Any], served: Mapping[str, tuple[tuple[An
     """Refuse options with values that are not supported together with `where`, such as an option."""
     for name, (values, why) in served.items():
         if options[name] not in values:
-            words = " or ".join(repr(each) for each in values)
+            words = " or ".join(repr(value) for value in values)
             raise ConfigError(f"{name} must be {words} with {where}, got {options[name]!r}: {why}", field=name)
 
 

@@ -30,7 +30,7 @@ def check_cpu_bind(value: object, num_ranks: int) -> None:
             f"cpu_bind has {len(lists)} lists of cores, more than there are ranks ({num_ranks}): {shown(value)}",
             field="cpu_bind",
         )
-    cpus = [cpu for each in lists for cpu in each]
+    cpus = [cpu for cpu_list in lists for cpu in cpu_list]
     twice = next((cpu for idx, cpu in enumerate(cpus) if cpu in cpus[:idx]), None)
     if twice is not None:
         raise ConfigError(
@@ -53,7 +53,7 @@ def read_cpu_list(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: the text is malformed or empty.
     """
-    found: dict[int, None] = {}
+    cpus: dict[int, None] = {}
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
@@ -61,5 +61,5 @@ def read_cpu_list(text: str) -> tuple[int, ...]:
         numbers = range(int(first), int(last if dash else first) + 1)
         if not numbers or numbers[-1] >= MAX_CPU:
             raise ValueError(f"{part!r} is no range of cores")
-        found |= dict.fromkeys(numbers)
-    return tuple(found)
+        cpus |= dict.fromkeys(numbers)
+    return tuple(cpus)

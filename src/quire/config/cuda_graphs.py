@@ -43,13 +43,13 @@ class CudaGraphConfig:
             ("cudagraph_capture_sizes", "rows"),
             ("piecewise_cudagraph_capture_sizes", "tokens"),
         ):
-            given: object = getattr(self, name)
-            if given is None:
+            value: object = getattr(self, name)
+            if value is None:
                 continue
-            object.__setattr__(self, name, _sizes(name, given, of))
+            object.__setattr__(self, name, _sizes(name, value, of))
             if self.enforce_eager:
                 raise ConfigError(
-                    f"{name} {shown(given)} are for captured steps, and enforce_eager captures none: leave one of the "
+                    f"{name} {shown(value)} are for captured steps, and enforce_eager captures none: leave one of the "
                     "two out",
                     field=name,
                 )
@@ -92,14 +92,14 @@ class CudaGraphConfig:
         """
         if self.enforce_eager or kernels != "triton":
             return ()
-        given = self.cudagraph_capture_sizes
-        if given is None:
+        sizes = self.cudagraph_capture_sizes
+        if sizes is None:
             if device == "cpu":
                 return ()
             largest = min(max_num_rows, LARGEST_SIZE)
-            given = (1, 2, 4, *range(8, 257, 8), *range(272, LARGEST_SIZE + 1, 16))
-            return (*(size for size in given if size < largest), largest)
-        return tuple(size for size in given if size <= max_num_rows) or (min(given[0], max_num_rows),)
+            sizes = (1, 2, 4, *range(8, 257, 8), *range(272, LARGEST_SIZE + 1, 16))
+            return (*(size for size in sizes if size < largest), largest)
+        return tuple(size for size in sizes if size <= max_num_rows) or (min(sizes[0], max_num_rows),)
 
     def piece_sizes(self, device: str, max_num_batched_tokens: int) -> tuple[int, ...]:
         """Return the numbers of tokens of other steps to capture piecewise, in ascending order; none by default.
@@ -108,17 +108,17 @@ class CudaGraphConfig:
             device: see `sizes`.
             max_num_batched_tokens: maximum number of tokens of a step.
         """
-        given = self.piecewise_cudagraph_capture_sizes
-        if given is None:
-            given = PIECE_SIZES if device == "cuda" and self.cudagraph_mode == DECODES_AND_PIECES else ()
-        kept = tuple(size for size in given if size < max_num_batched_tokens)
-        return given if kept == given else (*kept, max_num_batched_tokens)
+        sizes = self.piecewise_cudagraph_capture_sizes
+        if sizes is None:
+            sizes = PIECE_SIZES if device == "cuda" and self.cudagraph_mode == DECODES_AND_PIECES else ()
+        kept = tuple(size for size in sizes if size < max_num_batched_tokens)
+        return sizes if kept == sizes else (*kept, max_num_batched_tokens)
 
 
-def _sizes(name: str, given: object, of: str) -> tuple[int, ...]:
+def _sizes(name: str, sizes: object, of: str) -> tuple[int, ...]:
     """Return checked sizes, in ascending order."""
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise ConfigError(f"{name} must be numbers of {of} or None, got {shown(given)}", field=name)
-    for size in given:
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
+        raise ConfigError(f"{name} must be numbers of {of} or None, got {shown(sizes)}", field=name)
+    for size in sizes:
         check_whole(name, size, 1)
-    return tuple(sorted(set(given)))
+    return tuple(sorted(set(sizes)))

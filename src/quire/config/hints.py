@@ -178,22 +178,22 @@ PARSER_ALIASES: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 
-def find_parser(option: str, name: object, known: Collection[str]) -> str:
+def find_parser(option: str, name: object, parsers: Collection[str]) -> str:
     """Return Quire's name of a format of tool calls or of reasoning.
 
     Args:
         option: "tool_call_parser" or "reasoning_parser".
         name: name of the format, in Quire or in vLLM.
-        known: names that exist in Quire.
+        parsers: names that exist in Quire.
 
     Raises:
         InvalidParameter: the name is unknown.
     """
     others = PARSER_ALIASES[option]
-    if isinstance(name, str) and (found := others.get(name, name)) in known:
-        return found
+    if isinstance(name, str) and (parser := others.get(name, name)) in parsers:
+        return parser
     aliases = ", ".join(f"{theirs} ({ours})" for theirs, ours in others.items())
-    allowed = f"one of {', '.join(known)}, or of vLLM's names {aliases}; auto finds the format in the chat template"
+    allowed = f"one of {', '.join(parsers)}, or of vLLM's names {aliases}; auto finds the format in the chat template"
     raise InvalidParameter(option, name, allowed)
 
 
@@ -224,16 +224,16 @@ def drop_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in OPTION_HINTS}
 
 
-def hint_for(name: str, hints: Mapping[str, str], known: Collection[str]) -> str:
+def hint_for(name: str, hints: Mapping[str, str], names: Collection[str]) -> str:
     """Return advice on a name that does not exist in Quire, with a leading semicolon; "" without advice.
 
     Args:
         name: option or parameter as the user wrote it.
         hints: advice on well-known names.
-        known: names that exist.
+        names: names that exist.
     """
     if name in hints:
         return f"; {hints[name]}"
     # Names that are less similar mean something else: `stop` is not `top_p`.
-    similar = get_close_matches(name, known, n=1, cutoff=0.75)
+    similar = get_close_matches(name, names, n=1, cutoff=0.75)
     return f"; did you mean {similar[0]}?" if similar else ""

@@ -53,10 +53,11 @@ class KVEventsConfig:
             raise ConfigError(f"kv_events_config: topic must be a text, got {shown(self.topic)}", field="topic")
         for name, allowed in (("publisher", PUBLISHERS), ("form", FORMATS)):
             if getattr(self, name) not in allowed:
-                given = shown(getattr(self, name))
+                shown_value = shown(getattr(self, name))
                 shown_name = "kv_events_format" if name == "form" else "kv_events_config: publisher"
                 raise ConfigError(
-                    f"{shown_name} must be one of {', '.join(allowed)}, got {given}", field=shown_name.split(":")[0]
+                    f"{shown_name} must be one of {', '.join(allowed)}, got {shown_value}",
+                    field=shown_name.split(":")[0],
                 )
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
@@ -70,22 +71,22 @@ class KVEventsConfig:
                 )
 
     @classmethod
-    def read(cls, given: object, form: str) -> KVEventsConfig | None:
+    def read(cls, options: object, form: str) -> KVEventsConfig | None:
         """Return the options in vLLM's mapping; None if events are not published."""
-        if given is None:
+        if options is None:
             return None
-        if not isinstance(given, Mapping):
+        if not isinstance(options, Mapping):
             raise ConfigError(
-                f"kv_events_config must be a JSON object or None, got {shown(given)}", field="kv_events_config"
+                f"kv_events_config must be a JSON object or None, got {shown(options)}", field="kv_events_config"
             )
-        known = [item.name for item in fields(cls) if item.name != "form"]
-        for key in given:
-            if key not in known:
+        names = [item.name for item in fields(cls) if item.name != "form"]
+        for key in options:
+            if key not in names:
                 raise ConfigError(
-                    f"kv_events_config has the unknown key {shown(key)}; known keys are {', '.join(known)}",
+                    f"kv_events_config has the unknown key {shown(key)}; known keys are {', '.join(names)}",
                     field="kv_events_config",
                 )
-        values: Any = {str(key): value for key, value in given.items()}
+        values: Any = {str(key): value for key, value in options.items()}
         config = cls(form=form, **values)
         return config if config.enable_kv_cache_events and config.publisher != "null" else None
 

@@ -98,22 +98,22 @@ def read_kv_transfer(value: object) -> KVTransferConfig | None:
     """Return the configuration from a mapping or its JSON; None for None."""
     if value is None:
         return None
-    given: Any = value
+    options: Any = value
     if isinstance(value, str):
         try:
-            given = json.loads(value)
+            options = json.loads(value)
         except ValueError as error:
             raise ConfigError(f"{NAME} must be a JSON object, got {shown(value)}: {error}", field=NAME) from None
-    if not isinstance(given, Mapping):
+    if not isinstance(options, Mapping):
         raise ConfigError(f"{NAME} must be a JSON object or a mapping, got {shown(value)}", field=NAME)
-    flat = dict(given)
+    flat = dict(options)
     extra = flat.pop("kv_connector_extra_config", None) or {}
     if not isinstance(extra, Mapping):
         raise _bad("kv_connector_extra_config", extra, "an object")
     # Fields of vLLM without a meaning here, with their neutral values.
     for name, neutral in (("kv_buffer_device", ("cpu", "cuda")), ("kv_rank", (None, 0, 1)), ("kv_parallel_size", (1,))):
         if name in flat and flat.pop(name) not in neutral:
-            raise _bad(name, given[name], f"one of {', '.join(map(str, neutral))}, or absent")
+            raise _bad(name, options[name], f"one of {', '.join(map(str, neutral))}, or absent")
     names = {item.name for item in fields(KVTransferConfig)} - set(EXTRA)
     for unknown in flat.keys() - names:
         raise _bad(unknown, flat[unknown], f"absent; known keys are {', '.join(sorted(names))}")

@@ -293,7 +293,7 @@ class EngineConfig:
                     field=name,
                 )
             parts[sections[name]][name] = value
-        return cls(**{part: PARTS[part](**given) for part, given in parts.items()})
+        return cls(**{part: PARTS[part](**values) for part, values in parts.items()})
 
 
 def option_sections() -> dict[str, str]:

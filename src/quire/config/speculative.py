@@ -104,14 +104,14 @@ def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
     if "speculative_config" not in options:
         return dict(options)
     flat = {name: value for name, value in options.items() if name != "speculative_config"}
-    given = options["speculative_config"]
-    if given is None:
+    speculative = options["speculative_config"]
+    if speculative is None:
         return flat
-    if not isinstance(given, Mapping):
+    if not isinstance(speculative, Mapping):
         raise ConfigError(
-            f"speculative_config must be a mapping or None, got {shown(given)}", field="speculative_config"
+            f"speculative_config must be a mapping or None, got {shown(speculative)}", field="speculative_config"
         )
-    names = {KEY_ALIASES.get(key, key): value for key, value in given.items()}
+    names = {KEY_ALIASES.get(key, key): value for key, value in speculative.items()}
     if names.get("speculative_method") == "draft_model":  # vLLM's name of the method
         names["speculative_method"] = "draft"
     if "draft_model" in names:
@@ -120,8 +120,8 @@ def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
     if twice is not None:
         raise ConfigError(f"{twice} is given twice, once in speculative_config", field=twice)
     # A removed option is refused by its own sentence later.
-    known = {"speculative_method", *METHODS_OF, "num_speculative_branches"}
-    unknown = next((name for name in names if name not in known), None)
+    keys = {"speculative_method", *METHODS_OF, "num_speculative_branches"}
+    unknown = next((name for name in names if name not in keys), None)
     if unknown is not None:
         raise ConfigError(
             f"unknown key {shown(unknown)} of speculative_config; "
