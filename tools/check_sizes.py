@@ -4,7 +4,8 @@ A file is a concept, of at most 600 lines. A function has at most 60 lines of co
 body without docstring, blank lines and comments). A slightly larger one is a warning, to be fixed with the next change
 of the file; above 620 and 65 lines the check fails. It also fails for a line of a kernel with more than 120 columns,
 which `.clang-format` avoids, and for a folder of the package with more than 20 modules, unless these are a table of
-like things.
+like things. A module of the package below 60 lines that only one other imports is a warning: it may be one concept with
+its importer.
 """
 
 from __future__ import annotations
@@ -31,8 +32,14 @@ class Budget(NamedTuple):
 FILE_BUDGET = Budget(good=600, most=620)
 FUNCTION_BUDGET = Budget(good=60, most=65)
 FOLDER_BUDGET = Budget(good=20, most=20)
+LEAST_LINES = 60
 # Folders with a file for each of many like things.
-TABLES = frozenset({"models/families", "models/gguf/architectures", "ops/triton/kernels", "text/tool_calls"})
+TABLES = frozenset(
+    {
+        *("models/families", "models/gguf/architectures", "models/stored_quantization", "ops/triton/kernels"),
+        "text/tool_calls",
+    }
+)
 
 
 class Excess(NamedTuple):
@@ -97,6 +104,33 @@ def folder_excesses(package: Path) -> Iterator[Excess]:
             yield Excess(name, count, FOLDER_BUDGET, "modules")
 
 
+def imports_of(source: str) -> set[str]:
+    """Return the names that a file imports, and those of their modules."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{item.name}" for item in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {item.name for item in node.names}
+    return found
+
+
+def tiny_modules(root: Path) -> Iterator[str]:
+    """Yield a line for each small module of the package `quire` in a folder that one other module imports."""
+    sources = {
+        path.relative_to(root).with_suffix("").as_posix().replace("/", "."): path.read_text(encoding="utf-8")
+        for path in sorted(root.rglob("*.py"))
+    }
+    imports = {name: imports_of(source) for name, source in sources.items()}
+    for name, source in sources.items():
+        count, folder = len(source.splitlines()), name.rpartition(".")[0].partition(".")[2].replace(".", "/")
+        if count >= LEAST_LINES or name.endswith("__init__") or folder in TABLES:
+            continue
+        users = [user.removesuffix(".__init__") for user, names in imports.items() if name in names]
+        if len(users) == 1:
+            yield f"small: {name}: {count} lines (least {LEAST_LINES}), imported by {users[0]} alone"
+
+
 def main() -> int:
     """Check every Python file, kernel and folder of the project; return 1 if there is a failure."""
     paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
@@ -107,8 +141,12 @@ def main() -> int:
     for excess in found:
         word = "too long" if excess.is_failure else "long"
         print(f"{word}: {excess.where}: {excess.size} {excess.unit} (budget {excess.budget.good})")
+    small = list(tiny_modules(ROOT / "src"))
+    for line in small:
+        print(line)
     failures = sum(excess.is_failure for excess in found)
-    print(f"sizes: {len(paths) + len(kernels)} files, {len(found) - failures} warnings, {failures} failures")
+    warnings = len(found) - failures + len(small)
+    print(f"sizes: {len(paths) + len(kernels)} files, {warnings} warnings, {failures} failures")
     return 1 if failures else 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, LoRARequest, SamplingParams
-from quire.engine.exporters.lora_collector import LoraMetrics
+from quire.engine.exporters.kv_collector import LoraMetrics
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.inputs.request_options import RequestOptions
 from quire.errors import (

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from quire.errors import MAX_SHOWN, CheckpointError
+from quire.models.checkpoints.tensor_reader import MappedFile
 from quire.models.gguf.architectures import TensorSource
 from quire.models.gguf.header import MAX_HEADER_BYTES, _HeaderReader
 from quire.models.gguf.opening import stored_tensor
 from quire.models.gguf.reader import GGUFFile
-from quire.models.tensors.mapped_file import MappedFile
 from quire.ops.interface.quantized_weight import QuantizedWeight
 from quire.platform.bounded.process import BoundedProcess
 from tests.hostile.gguf_files import GGUFMaker, good, largest, open_reader

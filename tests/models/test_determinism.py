@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.models.modules.determinism import hindrances
+from quire.models.loading.loading import hindrances
 from quire.models.specs.spec import Attention, Experts, GatedMLP, LayerSpec, RMSNorm, ShortConv
 
 ATTENTION = Attention(num_heads=4, num_kv_heads=2, head_dim=64, rope=None, window=20)

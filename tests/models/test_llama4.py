@@ -14,8 +14,8 @@ from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.loading.loading import load_decoder
+from quire.models.modules.blocks import turning_order
 from quire.models.modules.rope import RotaryEmbedding, query_scales
-from quire.models.specs.head_order import turning_order
 from quire.models.specs.rotations import Llama3Scaling, Rope, Temperature
 from quire.models.specs.spec import Attention, Experts, GatedMLP, ModelSpec, RMSNorm
 from quire.ops.reference.reference_ops import rotary

@@ -15,8 +15,8 @@ from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.loading.loading import load_decoder
+from quire.models.modules.blocks import turning_order
 from quire.models.modules.rope import RotaryEmbedding
-from quire.models.specs.head_order import turning_order
 from quire.models.specs.rotations import Rope, YarnScaling
 from quire.models.specs.spec import Attention, GatedDeltaNet, ModelSpec, RMSNorm
 from quire.ops.pytorch.torch_states import CHUNK_ROWS

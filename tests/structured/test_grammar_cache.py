@@ -12,7 +12,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire.sequences.structured import OR_ELSE, GrammarSource
 from quire.text.structured.grammar_backend import GrammarBackend
-from quire.text.structured.grammar_cache import CACHED_BYTES, NUM_CACHED, GrammarCache
+from quire.text.structured.grammar_compiler import CACHED_BYTES, NUM_CACHED, GrammarCache
 from quire.text.structured.grammar_process import GrammarProcess
 from quire.text.structured.grammar_setup import GrammarModel
 from quire.text.structured.local_grammars import HeldGrammar, LocalGrammars

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_sizes import Excess, excesses, folder_excesses, kernel_excesses
+from tools.check_sizes import Excess, excesses, folder_excesses, kernel_excesses, tiny_modules
 
 
 def found(tmp_path: Path, source: str) -> list[Excess]:
@@ -66,3 +66,26 @@ def test_a_folder_has_at_most_20_modules_unless_it_is_a_table(
     assert [(excess.where, excess.size) for excess in folder_excesses(tmp_path)] == (
         [(folder, num_modules)] if is_found else []
     )
+
+
+@pytest.mark.parametrize(
+    ("folder", "num_lines", "users", "is_found"),
+    [
+        ("a", 59, 1, True),
+        ("a", 60, 1, False),
+        ("a", 59, 2, False),
+        ("a", 59, 0, False),
+        ("models/families", 59, 1, False),
+    ],
+)
+def test_a_small_module_with_one_importer_is_a_warning(
+    tmp_path: Path, folder: str, num_lines: int, users: int, is_found: bool
+) -> None:
+    (tmp_path / "quire" / folder).mkdir(parents=True)
+    (tmp_path / "quire" / folder / "small.py").write_text("x = 1\n" * num_lines)
+    package = "quire." + folder.replace("/", ".")
+    forms = [f"from {package}.small import x\n", f"from {package} import small\n"]
+    for idx in range(users):
+        (tmp_path / "quire" / f"user{idx}.py").write_text(forms[idx])
+    expected = f"small: {package}.small: {num_lines} lines (least 60), imported by quire.user0 alone"
+    assert list(tiny_modules(tmp_path)) == ([expected] if is_found else [])

@@ -21,8 +21,7 @@ from quire.config.checks import (
 from quire.config.cuda_graphs import CudaGraphConfig
 from quire.config.hints import drop_neutral, hint_for
 from quire.config.lora import LoRAConfig
-from quire.config.parallel import ParallelConfig, check_num_threads, check_served_by_ranks
-from quire.config.pipeline import check_served_by_stages
+from quire.config.parallel import ParallelConfig, check_num_threads, check_served_by_ranks, check_served_by_stages
 from quire.config.speculative import SpeculativeConfig, flatten
 from quire.errors import ConfigError, shown
 

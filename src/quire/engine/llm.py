@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -20,10 +21,8 @@ from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats
 from quire.engine.outputs.beam_search import BeamSearchOutput, BeamSearchParams, beam_outputs
+from quire.engine.outputs.chat import add_calls, add_reasoning, explained, with_calls, with_reasoning
 from quire.engine.outputs.outputs import OutputCollector, RequestOutput
-from quire.engine.outputs.progress import ProgressBar
-from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
-from quire.engine.outputs.tool_calls import add_calls, explained, with_calls
 from quire.engine.pooled_llm import PooledLLM, as_conversations, as_prompts, priorities_of
 from quire.engine.startup.start import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
@@ -406,3 +405,47 @@ class LLM(PooledLLM):
             allowed = f"SamplingParams, or a list of one for each of {count} prompts"
             raise InvalidParameter("sampling_params", given, allowed)
         return given
+
+
+class ProgressBar:
+    """A progress bar over finished sequences, or nothing."""
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._bar: Any = None
+        self._num_tokens = 0
+        self._task: Any = None
+        # Standard output is the program's own; without a terminal, a bar is noise.
+        if is_shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("Generating"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[num_tokens]} tokens"),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+
+    def __enter__(self) -> ProgressBar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def start(self, total: int) -> None:
+        """Start the bar with the number of sequences."""
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=total, num_tokens=0)
+
+    def advance(self, ended: RequestOutput) -> None:
+        """Add the output of a request that has ended."""
+        if self._bar is not None:
+            self._num_tokens += sum(len(output.token_ids) for output in ended.outputs)
+            finished = sum(output.finished for output in ended.outputs)
+            self._bar.update(self._task, advance=finished, num_tokens=self._num_tokens)

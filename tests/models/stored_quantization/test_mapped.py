@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.tensor_reader import MappedFile
 from quire.models.stored_quantization import TORCH_DTYPES, read_quantization
-from quire.models.tensors.mapped_file import MappedFile
 from tests.models.stored_quantization.packers import (
     check_values,
     fp4_values,

@@ -1,8 +1,9 @@
-"""Prometheus metrics of the KV memory, read from its counters at each scrape."""
+"""Prometheus metrics of the KV memory and of LoRA adapters, read from an engine at each scrape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -14,7 +15,11 @@ from quire.engine.metrics.block_lifetimes import BOUNDS_S, TimeHistogram
 from quire.engine.metrics.stats import EngineStats, StepStats
 from quire.scheduling.stats import Metric as Declaration
 from quire.scheduling.stats import metrics_of
+from quire.sequences.status import SequenceStatus
 
+# Greatest number of adapter names in a label value; the last ones in alphabetical order are left out.
+MAX_NAMES = 64
+LABELS = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
 # `Metrics` counts the fields of `StepStats` step by step.
 NOT_IN_STEPS = {name: metric for name, metric in metrics_of(EngineStats).items() if name not in metrics_of(StepStats)}
 
@@ -84,3 +89,36 @@ def time_histogram(name: str, meaning: str, model_name: str, times: TimeHistogra
         buckets.append((bound, total))
     family.add_metric([model_name], buckets, times.sum_s)
     return family
+
+
+class LoraMetrics(Collector):
+    """Exports the adapters of running and waiting requests: one sample, whose value is the time of the scrape.
+
+    The labels of earlier scrapes are not kept, and names are those of the operator's adapters.
+    """
+
+    def __init__(self, engine: Engine, prefix: str, clock: Callable[[], float] = time.time) -> None:
+        self._engine, self._name, self._clock = engine, f"{prefix}:lora_requests_info", clock
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric; nothing if the engine has no adapters."""
+        adapters = self._engine.adapters
+        if adapters is None:
+            return
+        # Where one adapter has several names, the first name that was loaded is shown.
+        names = {each.slot: each.name for each in reversed(adapters.loaded)}
+        running, waiting = set[str](), set[str]()
+        for request in tuple(self._engine.scheduler.requests.values()):
+            name = None if request.adapter is None else names.get(request.adapter)
+            if name is not None:
+                is_running = any(each.status is SequenceStatus.RUNNING for each in tuple(request.sequences))
+                (running if is_running else waiting).add(name)
+        family = GaugeMetricFamily(
+            self._name, "Adapters of running and waiting requests; the value is the time.", labels=LABELS
+        )
+        family.add_metric([*map(_joined, (running, waiting)), str(adapters.limit)], self._clock())
+        yield family
+
+
+def _joined(names: set[str]) -> str:
+    return ",".join(sorted(names)[:MAX_NAMES])

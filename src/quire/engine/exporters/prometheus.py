@@ -14,8 +14,7 @@ from prometheus_client.registry import Collector
 
 from quire.config import ResolvedConfig
 from quire.engine.engine import Engine
-from quire.engine.exporters.kv_collector import KvMetrics, time_histogram
-from quire.engine.exporters.lora_collector import LoraMetrics
+from quire.engine.exporters.kv_collector import KvMetrics, LoraMetrics, time_histogram
 from quire.engine.metrics.block_lifetimes import TimeHistogram
 from quire.engine.metrics.stats import StepStats
 from quire.engine.outputs.outputs import RequestMetrics, RequestOutput

@@ -6,16 +6,17 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from quire.config import ResolvedConfig
+from quire.config.kv_transfer import KVTransferConfig
 from quire.engine.adapters import LoadedAdapter
-from quire.engine.inputs.hand_over_check import check_hand_over
 from quire.engine.inputs.prompts import Prompt, PromptReader, TextPair, TokenPrompt
 from quire.engine.inputs.request_options import RequestOptions
-from quire.engine.inputs.tokenized_params import TokenizedParams, tokenize_params
 from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.sequences.kv_transfer import NAME
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import NO_SAMPLING, Pooling
 from quire.sequences.sequence import Request
 from quire.text.structured.grammar_compiler import GrammarCompiler
+from quire.text.tokenizers.tokenizer import Tokenizer
 
 
 class PreparedRequest(NamedTuple):
@@ -151,3 +152,61 @@ class RequestBuilder:
         """Return the seed of a request without one, derived from the engine's seed and the request's number."""
         data = self._config.seed.to_bytes(16, "little") + number.to_bytes(16, "little")
         return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def check_hand_over(config: KVTransferConfig | None, params: SamplingParams) -> None:
+    """Check whether an engine can honour the hand-over that a request asks for."""
+    asked = params.kv_transfer
+    if asked is None or not (asked.do_remote_decode or asked.do_remote_prefill):
+        return
+    if config is None:
+        raise UnsupportedFeature(NAME, "this engine hands no blocks over; see kv_transfer_config")
+    if asked.do_remote_decode and not config.is_producer:
+        raise UnsupportedFeature(f"{NAME}.do_remote_decode", f"this engine's kv_role is {config.kv_role}")
+    if asked.do_remote_prefill and not config.is_consumer:
+        raise UnsupportedFeature(f"{NAME}.do_remote_prefill", f"this engine's kv_role is {config.kv_role}")
+    host = asked.remote_host
+    if asked.do_remote_prefill and host is not None and not config.may_ask(host):
+        allowed = "an address of this host, or one of allowed_hosts in kv_connector_extra_config"
+        raise InvalidParameter(f"{NAME}.remote_host", host, allowed)
+
+
+class TokenizedParams(NamedTuple):
+    """The strings of one request's parameters as tokens; the fields are those of `Request`."""
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    dry_breakers: tuple[int, ...] = ()
+
+
+def tokenize_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> TokenizedParams:
+    """Convert the strings of a request's parameters to tokens.
+
+    A bad word gives two token sequences, without and with a leading space. A breaker gives its last token, when
+    tokenized after other text.
+    """
+    breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
+    if tokenizer is None:
+        if params.bad_words:
+            raise UnsupportedFeature("bad_words", "this engine runs without a tokenizer; use logit_bias")
+        if breakers:
+            raise UnsupportedFeature("dry_sequence_breakers", "this engine runs without a tokenizer; give none")
+        return TokenizedParams()
+    bad_words: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        within = _encode(tokenizer, "bad_words", word)
+        behind_space = _encode(tokenizer, "bad_words", f" {word.lstrip()}")
+        for token_ids in (within, behind_space):
+            if token_ids and max(token_ids) < vocab_size:
+                bad_words[token_ids] = None
+    single = {word[0] for word in bad_words if len(word) == 1}
+    if params.allowed_token_ids is not None and single.issuperset(params.allowed_token_ids):
+        raise InvalidParameter("bad_words", params.bad_words, "such that one of allowed_token_ids is left")
+    ends = {_encode(tokenizer, "dry_sequence_breakers", f"a{breaker}")[-1] for breaker in breakers}
+    return TokenizedParams(tuple(bad_words), tuple(sorted(ends)))
+
+
+def _encode(tokenizer: Tokenizer, name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+    except InvalidParameter as error:
+        raise InvalidParameter(name, error.value, error.allowed) from error

@@ -23,13 +23,13 @@ from quire.models.families.quantization_config import without_quantization
 from quire.models.loading.sizes import check_sizes
 from quire.models.loading.weights import load_weights
 from quire.models.modules.decoder import Decoder
-from quire.models.modules.determinism import check_deterministic
 from quire.models.modules.encoder import Encoder
 from quire.models.modules.stages import StageDecoder, part_of
 from quire.models.specs.sharding import Split, shard_spec, share_of, splits_of
-from quire.models.specs.spec import ModelSpec, WeightMap
+from quire.models.specs.spec import Attention, LayerSpec, ModelSpec, WeightMap, experts_of
 from quire.models.specs.stage_spec import renamer
 from quire.ops import make_ops
+from quire.ops.cpu.native_library import MAX_HEAD_DIM
 from quire.ops.interface.ops import Ops
 
 
@@ -173,3 +173,40 @@ def _row_counter(checkpoint: Checkpoint) -> Callable[[str], int]:
         return sum(reader.shape(source, name)[0] for source in checkpoint.sources_of([name]))
 
     return row_count
+
+
+def check_deterministic(spec: ModelSpec) -> None:
+    """Reject a model with a part whose results depend on the batch, or are not shown to be independent of it.
+
+    Chunks of a recurrence are summed differently than single rows; stock vectorised operators round sigmoids of the
+    remaining elements, and scaled sums, differently.
+    """
+    found = next((part for layer in spec.layers for part in hindrances(layer)), None)
+    if spec.per_layer_inputs is not None:
+        found = "what every layer is told of a token besides the hidden state"
+    if found is not None:
+        raise ConfigError(
+            f"deterministic is for models of attention and gated MLPs, and this one has {found}: leave deterministic "
+            "out",
+            field="deterministic",
+        )
+
+
+def hindrances(layer: LayerSpec) -> list[str]:
+    """Return the names of a layer's parts that may depend on the batch."""
+    found = []
+    for part in layer.parts:
+        if not isinstance(part, Attention):
+            found.append("a recurrent state")
+        elif part.output_gate:
+            found.append("gates on what attention gathers")
+        elif part.head_dim > MAX_HEAD_DIM or part.head_dim % 2:
+            found.append(f"heads of {part.head_dim} values, not an even number up to {MAX_HEAD_DIM}")
+    experts = experts_of(layer.ffn)
+    if experts is not None and experts.scoring == "sigmoid":
+        found.append("experts scored by a sigmoid")
+    if experts is not None and experts.shared_gate:
+        found.append("a gate on a shared expert")
+    if layer.mixer_scale != 1.0 or layer.ffn_scale != 1.0:
+        found.append("scaled additions to the hidden state")
+    return found

@@ -13,8 +13,8 @@ from quire.models.modules.norms import scale_slot, unit_scale
 from quire.models.modules.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.modules.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
-from quire.models.specs.head_order import turning_order
 from quire.models.specs.parameter_estimate import DOWN_GROUP
+from quire.models.specs.rotations import Rope
 from quire.ops.interface.fused_layers import PackedAttention, PackedMLP
 from quire.ops.interface.ops import AttentionBatch, HeadNorms, Ops, Rotation, StateBatch, StepAttention
 from quire.ops.interface.quantized_weight import StoredWeight
@@ -265,3 +265,23 @@ class GatedMLPBlock:
             product[:, : mlp.width].mul_(mlp.gate_scale)
             product = self._gate(product, mlp.activation)
         return self._down(product, residual)
+
+
+def turning_order(rope: Rope | None, head_dim: int) -> Tensor | None:
+    """Return the order of a head's values if the rotated pairs are not its two halves; None for their stored order.
+
+    Kernels rotate the first half of a head with its second half. Scores and norms do not change as long as queries and
+    keys have the same order. If only the first part of a head is rotated:
+
+    ```
+     stored     | rotated, half 0 | rotated, half 1 | fixed, half 0   | fixed, half 1   |
+     in memory  | rotated, half 0 | fixed, half 0   | rotated, half 1 | fixed, half 1   |
+    ```
+
+    If neighbours are the rotated pairs, half 0 has the even positions of the part, half 1 the odd ones.
+    """
+    if rope is None or (rope.num_turned is None and not rope.interleaved):
+        return None
+    turns, stays = torch.arange(head_dim).tensor_split((rope.num_turned or head_dim,))
+    halves = turns.view(-1, 2).T if rope.interleaved else turns.view(2, -1)
+    return torch.cat((halves, stays.view(2, -1)), 1).flatten()

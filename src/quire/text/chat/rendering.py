@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from quire.errors import RequestError
 from quire.platform.bounded.process import BoundedProcess, LimitExceeded, ProcessPool
-from quire.text.chat.call_history import put_calls_in_form
 from quire.text.chat.content_forms import find_forms
 from quire.text.chat.template_environment import TemplateState, make_environment
+from quire.text.chat.written_calls import writes_no_calls, written_calls
 from quire.text.vocabulary.marks import LENIENT, STRICT, SURROGATE, MarkedTexts, Marks
 
 MAX_OUTPUT_CHARS = 1 << 24
@@ -244,3 +244,32 @@ def _with_marks(variables: TemplateVariables, marks: Marks) -> tuple[list[dict[s
 def _reason(error: Exception) -> bytes:
     text = str(error) or type(error).__name__
     return text[:1000].encode("utf-8", "surrogatepass")
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object, or its JSON if a template uses it as a text, as DeepSeek's templates do."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, after: str) -> str:
+        return str(self) + after
+
+    def __radd__(self, before: str) -> str:
+        return before + str(self)
+
+
+def put_calls_in_form(messages: list[dict[str, Any]], source: str) -> None:
+    """Convert the calls of messages in place; for a template that writes no calls, move them into the content."""
+    is_written = writes_no_calls(source)
+    for message in messages:
+        calls = message.get("tool_calls", [])
+        if calls and is_written:
+            text, content = written_calls(message.pop("tool_calls")), message["content"]
+            message["content"] = text + content if isinstance(content, str) else [_part(text), *content]
+        for call in calls:
+            call["function"]["arguments"] = Arguments(call["function"]["arguments"])
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from functools import partial
+from typing import Final
+from weakref import WeakValueDictionary
 
 from quire.errors import InvalidParameter
 from quire.platform.bounded.process import ProcessPool
 from quire.platform.threads import WorkerThreads
-from quire.sequences.structured import StructuredOutputs
+from quire.sequences.structured import GrammarSource, StructuredOutputs
 from quire.text.structured.compile_sandbox import CompileSandbox
 from quire.text.structured.compiled_grammar import check_installed
 from quire.text.structured.grammar_backend import GrammarBackend
-from quire.text.structured.grammar_cache import GrammarCache
 from quire.text.structured.local_grammars import HeldGrammar
 
 # More than one, so that a slow grammar does not delay all others. Each process holds the vocabulary.
@@ -22,6 +25,48 @@ WANTED = {
     "choice": "choices",
     "grammar": "a grammar in Lark or GBNF",
 }
+
+
+# Limits of the cached grammars that no request uses: their number, and the memory of their compilation.
+NUM_CACHED: Final = 32
+CACHED_BYTES: Final = 256 << 20
+
+
+class GrammarCache:
+    """The compiled grammars of one model; thread-safe.
+
+    A grammar stays while it is referenced; the most recently used ones stay longer: at most `NUM_CACHED`, and at most
+    `CACHED_BYTES` together.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: WeakValueDictionary[GrammarSource, HeldGrammar] = WeakValueDictionary()
+        self._recent: OrderedDict[GrammarSource, HeldGrammar] = OrderedDict()
+
+    def find(self, source: GrammarSource) -> HeldGrammar | None:
+        """Return a grammar if it is cached and not lost with its process, else None."""
+        with self._lock:
+            known = self._known.get(source)
+            return None if known is None or not known.is_held else self._touch(source, known)
+
+    def add(self, source: GrammarSource, grammar: HeldGrammar) -> HeldGrammar:
+        """Add a newly compiled grammar and return it, or the grammar that another thread has added meanwhile."""
+        known = self.find(source)
+        if known is not None:
+            return known
+        with self._lock:
+            self._known[source] = grammar
+            return self._touch(source, grammar)
+
+    def _touch(self, source: GrammarSource, grammar: HeldGrammar) -> HeldGrammar:
+        """Mark a grammar as used most recently, and evict the least recently used ones beyond the limits."""
+        recent = self._recent
+        recent[source] = grammar
+        recent.move_to_end(source)
+        while len(recent) > NUM_CACHED or sum(one.num_bytes for one in recent.values()) > CACHED_BYTES:
+            recent.popitem(last=False)
+        return grammar
 
 
 class GrammarCompiler:

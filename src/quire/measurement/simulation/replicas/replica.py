@@ -13,11 +13,11 @@ steps at once. Times are added step by step, so that a simulation without leaps 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import NamedTuple
 
 from quire.errors import PromptTooLong
-from quire.measurement.simulation.replicas.leaps import Leap, num_steps_with_room
-from quire.measurement.simulation.replicas.live_request import LiveRequest
 from quire.measurement.simulation.replicas.replica_settings import ReplicaSettings
 from quire.measurement.simulation.replicas.step_parts import parts_of
 from quire.measurement.simulation.replicas.step_time import StepItem, StepTimeModel, shared_tokens
@@ -30,7 +30,7 @@ from quire.memory.results import MemoryOps, Tier
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
-from quire.sequences.sequence import Request
+from quire.sequences.sequence import Request, Sequence
 
 # Prompt tokens of the step from which the scheduler's rate of prefilling is computed.
 RATE_TOKENS = 512
@@ -39,6 +39,59 @@ NAMESPACE = Namespace()
 _BOTH_TIERS = {Tier.DEVICE, Tier.HOST}
 # The fields of a result except its sequence and tokens.
 _NO_MORE = ItemResult(0, ())[2:]
+
+
+class LiveRequest:
+    """An unfinished request of a replica."""
+
+    __slots__ = (
+        "first_s",
+        "last_s",
+        "num_cached",
+        "num_new",
+        "num_prompt",
+        "num_remaining",
+        "request",
+        "sequence",
+    )
+
+    def __init__(
+        self, request: SimulatedRequest, sequence: Sequence, num_prompt: int, num_new: int, num_cached: int | None
+    ) -> None:
+        self.request = request
+        self.sequence = sequence
+        self.num_prompt = num_prompt
+        self.num_new = self.num_remaining = num_new
+        self.num_cached = num_cached
+        self.first_s = self.last_s = -1.0
+
+
+class Leap(NamedTuple):
+    """Decoding steps that are simulated together: the start of the first one, and the end of each."""
+
+    start_s: float
+    ends_s: list[float]
+
+
+def num_steps_with_room(memory: KVCacheManager, running: Seq[Sequence], most: int) -> int:
+    """Return the number of steps, at most `most`, for which all running sequences get slots without preemption."""
+    size, states = memory.block_size, memory.sequences
+    filled = [states[sequence.seq_id].num_slots for sequence in running]
+    pool = memory.groups[0].pool
+    # An eviction to the host is a copy, which takes time in its step, so with a host tier only free blocks count.
+    room = len(pool.free) if memory.host is not None else len(pool.ref_counts) - 1 - pool.num_used
+
+    def num_blocks(count: int) -> int:
+        return sum([(slots + count - 1) // size - (slots - 1) // size for slots in filled])
+
+    # A quick test: a sequence takes at most one block more than its new tokens fill.
+    if len(filled) * (1 + most // size) <= room or num_blocks(most) <= room:
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if num_blocks(middle) <= room else (low, middle)
+    return low
 
 
 class EngineReplica:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from quire.measurement.simulation.event_routing import KVEventRouter
 from quire.measurement.simulation.fleet import SimulatedFleet
 from quire.measurement.simulation.request import SimulatedRequest
+from quire.measurement.simulation.routers import KVEventRouter
 from quire.measurement.simulation.routing import RouterView
 from quire.measurement.simulation.traffic import SyntheticTraffic, TrafficShape
 from tests.simulation.fleets import settings, step_time
