@@ -36,8 +36,8 @@ from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.startup.start import load
 from quire.engine.startup.wrappers import Wrappers
 from quire.execution.device_tokens.deferred_tokens import AheadBatchBuilder, DeferredTokens
-from quire.execution.runners.async_executor import AsyncExecutor
 from quire.execution.runners.graph_runner import GraphRunner
+from quire.execution.runners.runner import InProcessExecutor
 from quire.execution.sampling.device.deferred_sampler import DeferredSampler
 from quire.execution.step.embeddings import MultimodalEmbeddings
 from quire.memory.results import NO_OPS
@@ -149,7 +149,7 @@ def make_engine(folder: str) -> tuple[Engine, TimedRunner]:
         max_num_seqs=NUM_REQUESTS,
         max_num_batched_tokens=STEP_TOKENS,
     )
-    return load(config, wrap=Wrappers(executor=lambda _: AsyncExecutor(runner, deferred))).engine, runner
+    return load(config, wrap=Wrappers(executor=lambda _: InProcessExecutor(runner, deferred))).engine, runner
 
 
 def serve(engine: Engine, temperature: float) -> list[float]:

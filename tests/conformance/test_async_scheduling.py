@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from quire import SamplingParams
-from quire.engine.async_engine import AsyncEngine
 from tests.conformance.checkpoints import NEW_TOKENS
 from tests.conformance.conftest import Reference
 from tests.conformance.test_histories import has_states, load, outputs_of
@@ -22,7 +21,7 @@ def reference(core_reference: Reference) -> Reference:
 def test_greedy_tokens_in_any_company(reference: Reference) -> None:
     """In chunks, from the cache, and with a snapshot of states at every second block."""
     llm = load(reference, max_num_seqs=3, max_num_batched_tokens=16, async_scheduling=True, state_snapshot_interval=16)
-    assert isinstance(llm.engine, AsyncEngine)
+    assert llm.engine.scheduler.plans_ahead
     for _ in range(2):
         assert outputs_of(llm, reference.prompts) == reference.outputs
 

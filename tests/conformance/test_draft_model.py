@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.engine.async_engine import AsyncEngine
 from quire.errors import ConfigError
 from quire.memory import SlidingWindow, check
 from quire.models.checkpoints.checkpoint import locate
@@ -74,7 +73,7 @@ def test_some_guesses_are_wrong(reference: Reference, noisy: Path) -> None:
         assert outputs_of(llm, reference.prompts) == reference.outputs
     assert 0 < llm.stats.num_accepted_tokens < llm.stats.num_draft_tokens
     chunked = with_model(reference, noisy, max_num_seqs=3, max_num_batched_tokens=7, async_scheduling=True)
-    assert isinstance(chunked.engine, AsyncEngine)
+    assert chunked.engine.scheduler.plans_ahead
     assert outputs_of(chunked, reference.prompts) == reference.outputs
 
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.errors import WorkerError
-from quire.execution.runners.async_executor import LaunchedStep
 from quire.measurement.simulation.replicas.executor import _OpenSequence
 from quire.memory.results import Tier
 from quire.memory.specs import KVCacheSpec
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
-from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan, StepResult
+from quire.scheduling.plan import ItemResult, LaunchedStep, ScheduledSequence, StepPlan, StepResult
 from quire.sequences.decoding.drafting import UNKNOWN
 from tests.engine.failing import FailingSimulation
 
 NOTHING = StepResult(0, ())
 
 
-class LateFailure(LaunchedStep):
-    """A step of which the host learns when it reads the tokens that it has failed."""
-
-    @property
-    def has_failed(self) -> bool:
-        return False
+def late_failure(error: WorkerError) -> LaunchedStep:
+    """Return a step of which the host learns when it reads the tokens that it has failed."""
+    return LaunchedStep.failed(error)._replace(has_failed=False)
 
 
 class AheadSimulation(FailingSimulation):
@@ -45,7 +41,7 @@ class AheadSimulation(FailingSimulation):
         self.num_ahead = self.num_in_columns = self.num_unread = self.most_unread = 0
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """See `AsyncExecutor`."""
+        """Perform a step now, which may fail when it is read."""
         self.launched.append(plan)
         self.num_unread += 1
         self.most_unread = max(self.most_unread, self.num_unread)
@@ -56,16 +52,30 @@ class AheadSimulation(FailingSimulation):
             # What it reads was to be written by the failed step: it computes garbage, and may fail too.
             self._write_garbage(plan)
             failure = WorkerError(f"step {plan.tick} follows one that failed")
-            return _Counted(self, LateFailure(failure) if self.failures.rng.random() < 0.5 else LaunchedStep(NOTHING))
+            is_late = self.failures.rng.random() < 0.5
+            return self._counted(
+                late_failure(failure) if is_late else LaunchedStep(lambda: NOTHING), ends_fault=is_late
+            )
         try:
             result = self.execute(plan)
         except WorkerError as error:
             self._is_broken = self.failures.rng.random() < 0.6
-            step = LateFailure(error) if self._is_broken else LaunchedStep(error)
-        else:
-            self._drawn = {item.seq_id: item.token_ids for item in result.items}
-            step = LaunchedStep(result._replace(items=self._in_columns(plan, result)))
-        return _Counted(self, step)
+            step = late_failure(error) if self._is_broken else LaunchedStep.failed(error)
+            return self._counted(step, ends_fault=self._is_broken)
+        self._drawn = {item.seq_id: item.token_ids for item in result.items}
+        in_columns = result._replace(items=self._in_columns(plan, result))
+        return self._counted(LaunchedStep(lambda: in_columns))
+
+    def _counted(self, step: LaunchedStep, *, ends_fault: bool = False) -> LaunchedStep:
+        """Return a step that counts that it is read, once: then the host knows whether it has failed."""
+        unread = [step]
+
+        def result() -> StepResult:
+            self.num_unread -= 1
+            self._is_broken = self._is_broken and not ends_fault
+            return unread.pop().result()
+
+        return step._replace(result=result)
 
     def _in_columns(self, plan: StepPlan, result: StepResult) -> Sequence[ItemResult]:
         """Return results as the sampler does: in columns, where a step decodes, and no row has failed."""
@@ -76,12 +86,6 @@ class AheadSimulation(FailingSimulation):
         assert list(columns) == list(result.items), "a decode has one token and nothing else"
         self.num_in_columns += 1
         return columns
-
-    def step_was_read(self, step: LaunchedStep) -> None:
-        """Count a step that was read: the host knows now whether it failed."""
-        self.num_unread -= 1
-        if isinstance(step, LateFailure):
-            self._is_broken = False
 
     def _write_garbage(self, plan: StepPlan) -> None:
         """Do what a step does, without a check, and write what no sequence has."""
@@ -111,20 +115,3 @@ class AheadSimulation(FailingSimulation):
             item = item._replace(token_ids=(token_id,))
             self.num_ahead += 1
         return super()._write(item, written)
-
-
-class _Counted(LaunchedStep):
-    """A step that counts that it is read, once."""
-
-    def __init__(self, executor: AheadSimulation, step: LaunchedStep) -> None:
-        self._executor, self._step, self._is_read = executor, step, False
-
-    @property
-    def has_failed(self) -> bool:
-        return self._step.has_failed
-
-    def result(self) -> StepResult:
-        assert not self._is_read, "a step is read twice"
-        self._is_read = True
-        self._executor.step_was_read(self._step)
-        return self._step.result()

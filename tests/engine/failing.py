@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.errors import WorkerError
-from quire.execution.runners.async_executor import AsyncExecutor, LaunchedStep
 from quire.execution.runners.executor import Executor
 from quire.execution.step.block_copies import BlockCopier
 from quire.measurement.simulation.replicas.executor import SimulatedExecutor
 from quire.memory.results import BlockCopy, MemoryOps, StoredBlock
-from quire.scheduling.plan import StepPlan, StepResult
+from quire.scheduling.plan import LaunchedStep, StepPlan, StepResult
 
 # Failures in a row after which an engine ends.
 MOST_IN_A_ROW = 2
@@ -60,6 +59,14 @@ class FailingSimulation(SimulatedExecutor):
 
     failures: Failures
 
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Perform a step now; see `Executor`."""
+        try:
+            result = self.execute(plan)
+        except WorkerError as error:
+            return LaunchedStep.failed(error)
+        return LaunchedStep(lambda: result)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Perform a step, or the first part of it."""
         assert len(set(plan.finished_ids)) == len(plan.finished_ids), "a sequence is finished twice by one plan"
@@ -98,21 +105,9 @@ class FailingExecutor:
         # What is launched behind a step that fails when it is read is worth nothing, and fails no more.
         self._is_void = False
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Perform a step; a failing one up to some copy, or to its end."""
-        if not self.failures.is_next(plan):
-            return self.executor.execute(plan)
-        num_copies = self.failures.rng.randint(0, len(plan.ops.copies) + 1)
-        if num_copies <= len(plan.ops.copies):
-            self._apply(plan.ops.copies[:num_copies], plan.ops.saves)
-        else:
-            self.executor.execute(plan)
-        raise WorkerError(f"step {plan.tick} failed after {num_copies} copies")
-
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step; a failing one fails at its launch, at some copy, or when it is read."""
         executor = self.executor
-        assert isinstance(executor, AsyncExecutor)
         is_void, self._is_void = self._is_void, False
         if is_void or not self.failures.is_next(plan):
             return executor.launch(plan)
@@ -129,7 +124,9 @@ class FailingExecutor:
         if num_copies > len(plan.ops.copies):
             launched = executor.launch(plan)
             self._is_void = True
-            return LaunchedStep(StepResult(plan.tick, ()), [fail_when_read])
+            return LaunchedStep(fail_when_read)
+        if not plan.ops.copies:
+            return LaunchedStep.failed(WorkerError(f"step {plan.tick} failed at its beginning"))
         self._blocks.apply = fail_at_copy  # type: ignore[method-assign,assignment]
         try:
             return executor.launch(plan)

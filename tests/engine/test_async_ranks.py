@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.engine.async_engine import AsyncEngine
 from quire.memory.manager import KVCacheManager
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import CommandLog, CommandReplay
@@ -32,7 +31,7 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
     """Return an engine of one process that runs step by step, and one of two ranks that runs ahead."""
     options = {**OPTIONS, **SCARCE}
     with LLM("bundled", **options) as one, llm_of_threads(async_scheduling=True, **options) as two:
-        assert isinstance(two.engine, AsyncEngine)
+        assert two.engine.scheduler.plans_ahead
         yield one, two
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
-from quire.engine.async_engine import AsyncEngine, StepInFlight
+from quire.engine.engine import Engine, StepInFlight
 from quire.engine.inputs.request_options import RequestOptions
 from quire.errors import ConfigError
 from quire.execution.sampling.device.deferred_sampler import DeferredSampler
@@ -34,7 +34,7 @@ from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Job, Setting,
 from tests.scheduling.random_jobs import agrees, jobs, narrow_settings, undisturbed
 
 
-class AuditedEngine(AsyncEngine):
+class AuditedEngine(Engine):
     """An engine that is audited before each plan: a step may have two of them, and results in between."""
 
     auditor: Auditor
@@ -399,7 +399,7 @@ def test_a_row_that_cannot_be_sampled_ends_its_own_request(monkeypatch: pytest.M
 
 def test_an_engine_is_closed_with_a_step_in_flight() -> None:
     llm = LLM("bundled", num_threads=1, max_model_len=64, async_scheduling=True)
-    assert isinstance(llm.engine, AsyncEngine)
+    assert llm.engine.scheduler.plans_ahead
     llm.engine.add_request("a", STORY, SamplingParams(max_tokens=30, ignore_eos=True))
     llm.engine.step()
     llm.close()

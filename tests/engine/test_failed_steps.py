@@ -11,7 +11,6 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
-from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import Engine
 from quire.engine.inputs.request_options import RequestOptions
 from quire.errors import WorkerError
@@ -26,7 +25,7 @@ from quire.memory import (
 )
 from quire.memory.recording.replay import replay
 from quire.scheduling.async_scheduling import AsyncScheduler
-from quire.scheduling.plan import StepPlan
+from quire.scheduling.plan import LaunchedStep, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from tests.engine.ahead_simulation import AheadSimulation
 from tests.engine.failing import FailingExecutor, FailingSimulation, Failures
@@ -77,8 +76,7 @@ def simulated(
     )
     executor = (AheadSimulation if is_async else FailingSimulation)(SIZE, VOCAB, specs)
     executor.failures = failures or Failures(random.Random(0), 0.0)
-    make = AsyncEngine if is_async else Engine
-    return make(config, scheduler, executor, None, end_token_ids=frozenset(), cache_name="")
+    return Engine(config, scheduler, executor, None, end_token_ids=frozenset(), cache_name="")
 
 
 def request(rng: random.Random, shared: list[int]) -> tuple[list[int], dict[str, Any]]:
@@ -271,14 +269,14 @@ def test_a_failed_step_costs_a_later_request_its_hit_and_no_token() -> None:
     first, second = ({"prompt_token_ids": list(range(*bounds))} for bounds in ((10, 58), (300, 372)))
     with closing(LLM("bundled", max_model_len=96, block_size=8, num_kv_blocks=12, swap_space=1 << 22)) as llm:
         expected = tokens_of(llm.generate(first, params, use_tqdm=False)[0])
-        executor, honest = llm.engine.executor, llm.engine.executor.execute
+        executor, honest = llm.engine.executor, llm.engine.executor.launch
 
         def fails(plan: StepPlan) -> Any:
             assert plan.ops.copies
-            executor.execute = honest  # type: ignore[method-assign]
-            raise WorkerError("no power")
+            executor.launch = honest  # type: ignore[method-assign]
+            return LaunchedStep.failed(WorkerError("no power"))
 
-        executor.execute = fails  # type: ignore[method-assign]
+        executor.launch = fails  # type: ignore[method-assign]
         assert llm.generate(second, params, use_tqdm=False)[0].error is not None
         assert tokens_of(llm.generate(first, params, use_tqdm=False)[0]) == expected
 

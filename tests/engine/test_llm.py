@@ -18,7 +18,7 @@ from quire.engine.startup import loading
 from quire.errors import ConfigError, InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.execution.runners.executor import Executor
 from quire.memory.results import MemoryOps
-from quire.scheduling.plan import StepPlan, StepResult
+from quire.scheduling.plan import LaunchedStep, StepPlan
 
 STORIES = ["Once upon a time, a small fox", "Tom found a red kite", "The old sailor", "Once upon a time, a small fox"]
 # What keeps the prefixes of requests apart.
@@ -363,10 +363,10 @@ class Failing:
     def __init__(self, inner: Executor, ticks: set[int]) -> None:
         self.inner, self.ticks = inner, ticks
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         if plan.tick in self.ticks:
-            raise WorkerError("no power")
-        return self.inner.execute(plan)
+            return LaunchedStep.failed(WorkerError("no power"))
+        return self.inner.launch(plan)
 
     def measure_copies(self) -> float | None:
         return self.inner.measure_copies()

@@ -11,7 +11,7 @@ from quire import LLM, SamplingParams
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter
 from quire.execution.runners.executor import Executor
-from quire.scheduling.plan import StepPlan, StepResult
+from quire.scheduling.plan import LaunchedStep, StepPlan
 from quire.sequences import FinishReason
 from quire.sequences.decoding import Append, Drop, Edit, Fail, Finish, Fork, Sampling, Truncate
 from quire.sequences.sequence import Sequence as TokenSequence
@@ -252,14 +252,14 @@ class Eager:
         self.executor = executor
         self.token_ids = token_ids
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = self.executor.execute(plan)
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        result = self.executor.launch(plan).result()
         items = []
         for item, outcome in zip(plan.items, result.items, strict=True):
             end = item.start + len(item.token_ids)
             more = self.token_ids[end + 1 : end + 3] if outcome.token_ids else []
             items.append(outcome._replace(token_ids=(*outcome.token_ids, *more)))
-        return result._replace(items=tuple(items))
+        return LaunchedStep(lambda: result._replace(items=tuple(items)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.executor, name)

@@ -12,7 +12,7 @@ import torch
 
 from quire.errors import WorkerError
 from quire.execution.device_tokens.deferred_tokens import DeferredTokens
-from quire.execution.runners.async_executor import AsyncExecutor
+from quire.execution.runners.runner import InProcessExecutor
 from quire.memory.results import NO_OPS
 from quire.scheduling.plan import StepPlan, StepResult
 
@@ -54,7 +54,7 @@ def without_collector() -> Iterator[None]:
 @pytest.mark.usefixtures("without_collector")
 def test_a_failed_step_keeps_none_of_its_memory() -> None:
     runner = _Fails()
-    executor = AsyncExecutor(runner, DeferredTokens(torch.device("cpu")))
+    executor = InProcessExecutor(runner, DeferredTokens(torch.device("cpu")))
     kept = []
     for tick in range(3):
         step = executor.launch(StepPlan(tick, (), NO_OPS, ()))

@@ -314,10 +314,10 @@ def test_a_broken_embedding_fails_only_who_uses_it(tmp_path: Path) -> None:
 def test_the_executor_names_the_step_that_failed(qwen: Tiny) -> None:
     executor = InProcessExecutor(qwen.runner())
     lane = Lane(0, PROMPT)
-    assert executor.execute(StepPlan(3, (lane.item(),), NO_OPS, ())).tick == 3
+    assert executor.launch(StepPlan(3, (lane.item(),), NO_OPS, ())).result().tick == 3
     with pytest.raises(WorkerError, match=r"step 4 .*IndexError") as caught:
-        executor.execute(StepPlan(4, (Lane(1, (VOCAB,)).item(),), NO_OPS, ()))
+        executor.launch(StepPlan(4, (Lane(1, (VOCAB,)).item(),), NO_OPS, ())).result()
     assert isinstance(caught.value.__cause__, IndexError)
     executor.close()
     with pytest.raises(WorkerError, match=r"step 5 .*closed"):
-        executor.execute(StepPlan(5, (lane.item(),), NO_OPS, ()))
+        executor.launch(StepPlan(5, (lane.item(),), NO_OPS, ())).result()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from quire.config import ResolvedConfig
 from quire.distributed.ranks import Ranks
@@ -28,7 +29,8 @@ from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import NO_TOKEN, InvalidParameter, RequestFailed, WorkerError
 from quire.execution.runners.executor import Executor
 from quire.memory.usage import Usage
-from quire.scheduling.plan import StepPlan, StepResult
+from quire.scheduling.decode_columns import DecodeItems, DecodeResults
+from quire.scheduling.plan import LaunchedStep, ScheduledSequence, StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.params import SamplingParams
@@ -40,8 +42,26 @@ from quire.text.tokenizers.tokenizer import Tokenizer
 DEFAULT_OPTIONS = RequestOptions()
 
 
+class StepInFlight(NamedTuple):
+    """A step whose results are not applied yet.
+
+    Args:
+        plan: its plan.
+        step: the launched step, whose result is read once.
+        launched_s: time of its launch, on the engine's clock.
+    """
+
+    plan: StepPlan
+    step: LaunchedStep
+    launched_s: float
+
+
 class Engine:
     """Serves requests from paged memory, one step at a time.
+
+    With a scheduler that plans ahead, the next step is launched before the tokens of the present one are read: up to
+    two steps are in flight while `step` runs, and one between two calls. What is copied between the device and a store
+    takes its turn behind the step in flight, as all copies do.
 
     Args:
         config: the resolved configuration.
@@ -90,6 +110,8 @@ class Engine:
         self.executor = executor
         self.tokenizer = tokenizer
         self.num_steps = 0
+        self._in_flight: StepInFlight | None = None
+        self._last_end_s = 0.0
         self.adapters: AdapterRegistry | None = None
         self.ranks: Ranks | None = None
         self.kv_events: KVEventSource | None = None
@@ -162,6 +184,7 @@ class Engine:
             The last output of the request, None for an unknown or finished request.
         """
         outputs = self._early_ends.end(request_id, FinishReason.ABORT)
+        self._finish_when_idle()
         self.publish_kv_events()
         return outputs[0] if outputs else None
 
@@ -186,6 +209,7 @@ class Engine:
         """
         try:
             outputs = self._step() + self.outputs.take_outputs(may_hold)
+            self._finish_when_idle()
             if self._hand_over is not None and self._disk_prefetch is not None:
                 self._hand_over.finish(outputs, self.scheduler.memory, self._disk_prefetch, self.executor)
             return outputs
@@ -194,34 +218,25 @@ class Engine:
 
     def _step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of the requests that it ended early."""
-        if self._disk_prefetch is not None:
-            self._disk_prefetch.begin_step(self.step_recorder.tokens_per_s)
         if self.adapters is not None:
             self.adapters.free_unused()
-        plan = self.scheduler.plan(self.num_steps)
-        self.num_steps += 1
-        failed = self._end_without_blocks()
-        if not plan.items:
+        scheduler = self.scheduler
+        present, self._in_flight = self._in_flight or self._begin(), None
+        if present is None:
+            self.num_steps += 1
+            failed = self._end_without_blocks()
             if self._disk_prefetch is not None and not failed:
                 self._disk_prefetch.wait()
             return failed
-        self._mark_scheduled(plan)
-        started_s = self._clock()
-        try:
-            result = self.executor.execute(plan)
-        except WorkerError as error:
-            if self.ranks is not None:
-                raise  # the other ranks are in the middle of the step
-            failed += self._early_ends.fail_step(plan, error)
-            if self._disk_prefetch is not None:
-                self._disk_prefetch.drop(plan.ops)
-            return failed
-        self._early_ends.num_failed_steps = 0
-        self._stats.computed_tokens += self.step_recorder.record_step(plan.items, self._clock() - started_s)
-        failed += self._check_items(plan, result)
-        failed += self._update(plan, result)
-        if self._disk_prefetch is not None:
-            self._disk_prefetch.write_through(self.executor)
+        if scheduler.plans_ahead and not present.step.has_failed:
+            self._begin_loads()
+            ahead = scheduler.plan_ahead(self.num_steps, present.plan)
+            if ahead is not None:
+                self._in_flight = self._launch(ahead)
+        failed = self._end_without_blocks() + self._read(present)
+        if self._in_flight is None and scheduler.plans_ahead and scheduler.draws_on_device:
+            # The device computes while outputs are made of what was read.
+            self._in_flight = self._begin()
         return failed
 
     def usage(self) -> Usage:
@@ -256,7 +271,13 @@ class Engine:
 
     def close(self) -> None:
         """Abort unfinished requests, save the prefix cache to disk, and close all parts."""
+        in_flight, self._in_flight = self._in_flight, None
         try:
+            if in_flight is not None:
+                try:
+                    in_flight.step.result()  # nobody reads it
+                except WorkerError:
+                    self._early_ends.num_failed_steps += 1  # then nothing is saved
             for request_id in tuple(self.outputs.states):
                 self.abort_request(request_id)
             # After a failure of the worker the contents of its blocks are unknown.
@@ -269,6 +290,71 @@ class Engine:
                     part.close()
 
     # ---- parts of a step ----
+
+    def _begin(self) -> StepInFlight | None:
+        """Plan and launch a step while none is in flight; return None where nothing can run."""
+        self._begin_loads()
+        plan = self.scheduler.plan(self.num_steps)
+        return self._launch(plan) if plan.items else None
+
+    def _begin_loads(self) -> None:
+        """Let blocks be loaded for the next plan."""
+        if self._disk_prefetch is not None:
+            self._disk_prefetch.begin_step(self.step_recorder.tokens_per_s)
+
+    def _launch(self, plan: StepPlan) -> StepInFlight:
+        self.num_steps += 1
+        if not isinstance(plan.items, DecodeItems):
+            self._mark_scheduled(plan)
+        started_s = self._clock()
+        return StepInFlight(plan, self.executor.launch(plan), started_s)
+
+    def _read(self, present: StepInFlight) -> list[RequestOutput]:
+        """Wait for a step, and apply its results; return the outputs of the requests that it ended early."""
+        plan = present.plan
+        try:
+            result = present.step.result()
+        except WorkerError as error:
+            if self.ranks is not None:
+                raise  # the other ranks are in the middle of the step
+            return self._fail(plan, error)
+        finally:
+            # Steps run one after the other: this one had the device to itself from the end of the last one on.
+            overlaps = present.launched_s < self._last_end_s or self._in_flight is not None
+            started_s = max(present.launched_s, self._last_end_s)
+            self._last_end_s = self._clock()
+        self._early_ends.num_failed_steps = 0
+        # Tokens that were computed of sequences that had ended are not counted.
+        items: Sequence[ScheduledSequence] = plan.items
+        if not isinstance(items, DecodeItems) or not self.scheduler.sequences.keys() >= set(items.seq_ids):
+            items = [item for item in items if item.seq_id in self.scheduler.sequences]
+        if items:
+            elapsed_s = self._last_end_s - started_s
+            self._stats.computed_tokens += self.step_recorder.record_step(items, elapsed_s, overlaps=overlaps)
+        failed = [] if isinstance(result.items, DecodeResults) else self._check_items(plan, result)
+        failed += self._update(plan, result)
+        if self._disk_prefetch is not None:
+            self._disk_prefetch.write_through(self.executor)
+        return failed
+
+    def _fail(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
+        """End the requests of a failed step; those of the step launched after it, which read what it wrote, go back."""
+        outputs = self._early_ends.fail_step(plan, error)
+        later, self._in_flight = self._in_flight, None
+        if later is not None:
+            with suppress(WorkerError):  # its results mean nothing
+                later.step.result()
+            self._early_ends.withdraw_step(later.plan)
+        if self._disk_prefetch is not None:
+            for failed in (plan,) if later is None else (plan, later.plan):
+                self._disk_prefetch.drop(failed.ops)
+        return outputs
+
+    def _finish_when_idle(self) -> None:
+        """Read a step that runs for sequences that have ended, where nothing else is to be done."""
+        if self._in_flight is not None and not self.has_unfinished:
+            present, self._in_flight = self._in_flight, None
+            self._read(present)
 
     def _end_without_blocks(self) -> list[RequestOutput]:
         """End the requests whose blocks had to come from another engine, and did not."""

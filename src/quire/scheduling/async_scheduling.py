@@ -113,6 +113,7 @@ class AsyncScheduler(Scheduler):
     `plan` is called while no step is in flight, and `plan_ahead` while one is.
     """
 
+    plans_ahead = True
     # True while a plan is made ahead, and once memory was short for one: until the next plan that may preempt.
     _is_ahead: bool = False
     _is_short: bool = False
@@ -151,12 +152,7 @@ class AsyncScheduler(Scheduler):
         return super().plan(tick)
 
     def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
-        """Return the plan of the step after the one in flight; None where that one has to be read first.
-
-        Args:
-            tick: number of the plan.
-            in_flight: the last plan, whose results are not applied yet. Sequences of it may have ended since.
-        """
+        """Return the plan of the step after the one in flight; see `Scheduler`."""
         if self.observer is None:
             return self._plan_ahead(tick, in_flight)
         self.observer.plan_ahead(tick)

@@ -6,9 +6,11 @@ items and results in columns instead: see `quire.scheduling.decode_columns`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from quire.errors import WorkerError
 from quire.memory.results import MemoryOps, TableDelta
 from quire.sequences.beams import Candidate
 from quire.sequences.logprobs import TokenLogprobs
@@ -21,6 +23,7 @@ __all__ = [
     "BeamGroup",
     "Candidate",
     "ItemResult",
+    "LaunchedStep",
     "MemoryOps",
     "NewSequence",
     "ScheduledSequence",
@@ -175,3 +178,25 @@ class StepResult(NamedTuple):
     tick: int
     items: Seq[ItemResult]
     beams: tuple[tuple[Candidate, ...], ...] = ()
+
+
+class LaunchedStep(NamedTuple):
+    """A step that was launched.
+
+    Args:
+        result: function that waits for the step and returns its result, called once; it raises the `WorkerError` of a
+            step that failed as a whole.
+        has_failed: True for a step that could not be launched.
+    """
+
+    result: Callable[[], StepResult]
+    has_failed: bool = False
+
+    @classmethod
+    def failed(cls, error: WorkerError) -> LaunchedStep:
+        """Return a step that could not be launched."""
+
+        def result() -> StepResult:
+            raise error
+
+        return cls(result, has_failed=True)

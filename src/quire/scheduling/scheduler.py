@@ -134,6 +134,23 @@ class Scheduler:
             self.observer.abort(request_id, reason)
         return self._edits.abort(request_id, reason)
 
+    # True for a scheduler that can plan a step before the results of the one before it.
+    plans_ahead: bool = False
+
+    def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:  # noqa: ARG002
+        """Return the plan of the step after the one in flight; None where that one has to be read first.
+
+        Args:
+            tick: number of the plan.
+            in_flight: the last plan, whose results are not applied yet. Sequences of it may have ended since.
+        """
+        return None
+
+    @property
+    def draws_on_device(self) -> bool:
+        """True where the device draws the next token of each running sequence without the host."""
+        return False
+
     @property
     def drafter(self) -> Drafter | None:
         """The drafter that proposes tokens, if any."""

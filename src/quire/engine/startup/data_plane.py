@@ -8,7 +8,6 @@ from quire.config import ResolvedConfig
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.execution.capture.captured_steps import CaptureOptions
 from quire.execution.device_tokens.deferred_tokens import DeferredTokens
-from quire.execution.runners.async_executor import AsyncExecutor
 from quire.execution.runners.build import build_runner
 from quire.execution.runners.encoder_runner import EncoderRunner
 from quire.execution.runners.executor import Executor
@@ -53,4 +52,4 @@ def make_executor(
         captured=options if options.sizes or options.piece_sizes else None,
         deferred=deferred,
     )
-    return InProcessExecutor(runner) if deferred is None else AsyncExecutor(runner, deferred)
+    return InProcessExecutor(runner, deferred)

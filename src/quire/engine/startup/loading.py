@@ -23,7 +23,6 @@ from quire.config import (
 )
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.distributed.ranks import Ranks
-from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
@@ -147,7 +146,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
         speculation = make_speculation(config.speculative)
         scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, scheduler_type(config.parallel, resolved))
         executor, log = lead(ranks, scheduler, executor, resolved.num_threads, disk_prefetch)
-        engine = (AsyncEngine if resolved.async_scheduling else Engine)(
+        engine = Engine(
             resolved,
             wrap.scheduler(scheduler),
             wrap.executor(executor),

@@ -81,7 +81,7 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
     replay = CommandReplay(engine.scheduler, _commands_of_parts(loaded, runs_ahead=runs_ahead), runs_ahead=runs_ahead)
     while not replay.is_closed:
         for plan in replay.apply(ranks.group.receive_commands()):
-            engine.executor.execute(plan)
+            engine.executor.launch(plan).result()
     ranks.expect_end()
     engine.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from quire.memory.results import MemoryOps
-from quire.scheduling.plan import StepPlan, StepResult
+from quire.scheduling.plan import LaunchedStep, StepPlan, StepResult
 
 
 class Runner(Protocol):
@@ -24,11 +24,14 @@ class Runner(Protocol):
 class Executor(Protocol):
     """Carries plans to one or more workers."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step, behind those that were launched before.
 
-        Raises:
-            WorkerError: the step failed as a whole; its cause is chained.
+        Args:
+            plan: plan in which `UNKNOWN` stands for a token that the step launched last has drawn.
+
+        Returns:
+            The step, whose `result` raises a `WorkerError` if it failed as a whole; its cause is chained.
         """
 
     def measure_copies(self) -> float | None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import cast
+from contextlib import contextmanager, suppress
 
 from quire.distributed.ranks import Ranks
 from quire.errors import RankFailed
-from quire.execution.runners.async_executor import AsyncExecutor, LaunchedStep
 from quire.execution.runners.executor import Executor
 from quire.memory.results import MemoryOps
-from quire.scheduling.plan import StepPlan, StepResult
+from quire.scheduling.plan import LaunchedStep, StepPlan, StepResult
 
 
 class RankedExecutor:
@@ -32,23 +30,23 @@ class RankedExecutor:
         self._inner, self._ranks, self._cores, self._close_log = inner, ranks, cores, close_log
         self._bound: tuple[int, set[int]] | None = None
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step; see `Executor`.
 
         Raises:
             RankFailed: a rank has failed; no step can run any more.
             LockstepDrift: a rank has planned another step.
         """
         with self._watched():
-            return self._inner.execute(plan)
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launch one step, whose tokens are read later; see `AsyncExecutor` and `execute`."""
-        with self._watched():
-            step = cast(AsyncExecutor, self._inner).launch(plan)
+            step = self._inner.launch(plan)
             if step.has_failed:
                 step.result()
-        return RankedStep(step, self._watched)
+        return LaunchedStep(lambda: self._read(step))
+
+    def _read(self, step: LaunchedStep) -> StepResult:
+        """Wait for a step; see `launch`."""
+        with self._watched():
+            return step.result()
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -102,25 +100,6 @@ class RankedExecutor:
             self._unbind()
             self._inner.close()
             self._ranks.close()
-
-
-class RankedStep(LaunchedStep):
-    """A step that was launched on all ranks."""
-
-    __slots__ = ("_step", "_watched")
-
-    def __init__(self, step: LaunchedStep, watched: Callable[[], AbstractContextManager[None]]) -> None:
-        self._step, self._watched = step, watched
-
-    @property
-    def has_failed(self) -> bool:
-        """See `LaunchedStep`: a step that could not be launched has ended the engine."""
-        return False
-
-    def result(self) -> StepResult:
-        """Wait for the step; see `RankedExecutor.execute`."""
-        with self._watched():
-            return self._step.result()
 
 
 def _cause(error: BaseException) -> BaseException:

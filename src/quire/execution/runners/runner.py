@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.errors import WorkerError
+from quire.execution.device_tokens.deferred_tokens import DeferredTokens
 from quire.execution.drafts.draft_model import DraftModel, with_drafts
 from quire.execution.drafts.mtp_drafter import MTPDrafter
 from quire.execution.runners.executor import Runner
@@ -27,10 +30,23 @@ from quire.execution.step.pooling import Pooler
 from quire.memory.results import MemoryOps
 from quire.models.modules.decoder import Decoder
 from quire.platform.prefault import Prefaulter
-from quire.scheduling.decode_columns import row_starts_of
-from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan, StepResult
+from quire.scheduling.decode_columns import DecodeResults, row_starts_of
+from quire.scheduling.plan import (
+    BeamGroup,
+    Candidate,
+    ItemResult,
+    LaunchedStep,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
 
 logger = logging.getLogger(__name__)
+
+# Fields of all results, without a Python call for each.
+_ERROR: Final = attrgetter("error")
+_PROMPT_LOGPROBS: Final = attrgetter("prompt_logprobs")
+_DRAFT: Final = attrgetter("draft")
 
 
 class ModelRunner:
@@ -190,21 +206,36 @@ class ModelRunner:
 
 
 class InProcessExecutor:
-    """Runs every step in the caller's own process and thread.
+    """Runs every step in the caller's own process and thread, which waits for no token that stays on the device.
 
     Args:
         runner: runner of the model, which executes plans.
+        deferred: tokens of steps that are not read yet; None for a runner that returns all tokens with their step.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, deferred: DeferredTokens | None = None) -> None:
         self._runner: Runner | None = runner
+        self._deferred = deferred
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step; see `Executor`."""
+        deferred = self._deferred
+        if deferred is not None:
+            deferred.begin_step()
+        try:
+            launched = self._execute(plan)
+        except WorkerError as error:
+            _clear_frames(error)
+            return LaunchedStep.failed(error)
+        if deferred is None:
+            return LaunchedStep(lambda: launched)
+        if any(map(_ERROR, launched.items)):
+            deferred.add_failed([item.seq_id for item in launched.items if item.error is not None])
+        reads = deferred.take_reads()
+        return LaunchedStep(lambda: _read(launched, reads))
 
-        Raises:
-            WorkerError: the step failed as a whole, or the executor is closed.
-        """
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """Run one step."""
         if self._runner is None:
             raise WorkerError(f"step {plan.tick} cannot run: the executor is closed")
         try:
@@ -231,3 +262,37 @@ class InProcessExecutor:
     def close(self) -> None:
         """Drop the runner, and with it the weights and the KV memory."""
         self._runner = None
+
+
+def _read(launched: StepResult, reads: Sequence[Callable[[], Sequence[ItemResult]]]) -> StepResult:
+    """Wait for the tokens of a step, and return its result."""
+    try:
+        parts = [read() for read in reads]
+    except Exception as error:
+        raise step_error(f"step {launched.tick} failed in the data plane", error) from error
+    if not parts:
+        return launched
+    is_whole = len(parts) == 1 and len(parts[0]) == len(launched.items)
+    if is_whole and isinstance(parts[0], DecodeResults):
+        return launched._replace(items=parts[0])
+    if is_whole and not any(any(map(field, launched.items)) for field in (_ERROR, _PROMPT_LOGPROBS, _DRAFT)):
+        return launched._replace(items=tuple(parts[0]))
+    read = {result.seq_id: result for part in parts for result in part}
+    return launched._replace(items=tuple([_complete(item, read) for item in launched.items]))
+
+
+def _complete(item: ItemResult, read: dict[int, ItemResult]) -> ItemResult:
+    """Return the result of an item with what was read of it."""
+    found = read.get(item.seq_id)
+    if found is None or item.error is not None:
+        return item
+    if found.error is not None or not (item.prompt_logprobs or item.draft):
+        return found
+    return found._replace(prompt_logprobs=item.prompt_logprobs, draft=item.draft)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of the tensors of the calls that have failed, which an error that is kept would keep: a step's memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

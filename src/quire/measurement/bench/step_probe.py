@@ -171,11 +171,11 @@ class StepProbe:
     def _recording(self, executor: Executor) -> Executor:
         """Return a wrapper of the executor that records the parts of each step."""
 
-        def execute(plan: StepPlan) -> Any:
+        def launch(plan: StepPlan) -> Any:
             self._parts = parts_of(plan.items, self._engine.scheduler.memory)
-            return executor.execute(plan)
+            return executor.launch(plan)
 
-        made: Any = Timed(executor, execute=execute)
+        made: Any = Timed(executor, launch=launch)
         return made  # type: ignore[no-any-return]
 
 

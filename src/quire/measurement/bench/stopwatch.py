@@ -153,18 +153,18 @@ class Observer:
 
     def executor(self, executor: Executor) -> Executor:
         """Return the executor with a timer and a recorder of the items of each step."""
-        execute = self.watch.timed(BATCH, executor.execute)
+        launch = self.watch.timed(BATCH, executor.launch)
 
-        def record_and_execute(plan: StepPlan) -> Any:
+        def record_and_launch(plan: StepPlan) -> Any:
             self.steps.append(
                 [
                     StepItem(item.start, len(item.token_ids), item.num_draft + 1 if item.num_samples else 0)
                     for item in plan.items
                 ]
             )
-            return execute(plan)
+            return launch(plan)
 
-        made: Any = Timed(executor, execute=record_and_execute)
+        made: Any = Timed(executor, launch=record_and_launch)
         return made  # type: ignore[no-any-return]
 
 
