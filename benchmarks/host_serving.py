@@ -35,10 +35,11 @@ from quire.engine.engine import Engine
 from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.startup.start import load
 from quire.engine.startup.wrappers import Wrappers
-from quire.execution.device_tokens.deferred_tokens import AheadBatchBuilder, DeferredTokens
+from quire.execution.device_tokens.deferred_tokens import DeferredTokens
 from quire.execution.runners.graph_runner import GraphRunner
 from quire.execution.runners.runner import InProcessExecutor
 from quire.execution.sampling.device.deferred_sampler import DeferredSampler
+from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.embeddings import MultimodalEmbeddings
 from quire.memory.results import NO_OPS
 from quire.ops.interface.ops import AttentionBatch, PagedKV
@@ -135,7 +136,7 @@ def make_engine(folder: str) -> tuple[Engine, TimedRunner]:
     deferred = DeferredTokens(torch.device("cpu"))
     decoder: Any = HostDecoder(ladder._decoder)
     sampler = DeferredSampler(torch.device("cpu"), None, apply_token_bitmask, deferred, NoDraws())
-    builder = AheadBatchBuilder(BLOCK_SIZE, "cpu", [CACHE], deferred)
+    builder = BatchBuilder(BLOCK_SIZE, "cpu", [CACHE], deferred)
     media = MultimodalEmbeddings(torch.device("cpu"))
     runner = TimedRunner(decoder, [kv], builder, sampler, media)  # type: ignore[list-item]
     runner.ladder, runner.items = ladder, []

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.execution.device_tokens.device_tokens import DeviceDrafts, DeviceTokens, DraftingBatchBuilder
-from quire.execution.step.batch import BlockTable
+from quire.execution.device_tokens.device_tokens import DeviceDrafts, DeviceTokens, DraftTokens
+from quire.execution.step.batch import BatchBuilder, BlockTable
 from quire.models.specs.spec import TokenCacheShape
 from quire.scheduling.plan import ScheduledSequence, TableDelta
 from quire.sequences.decoding.drafting import UNKNOWN
@@ -52,19 +52,20 @@ def test_drafts_replace_their_placeholders_on_the_device_and_on_the_host() -> No
 
 
 def test_tokens_that_are_on_the_device_are_those_of_the_items_and_not_of_their_ends() -> None:
-    builder = DraftingBatchBuilder(4, "cpu", [TokenCacheShape(1, 8)])
+    tokens = DraftTokens()
+    builder = BatchBuilder(4, "cpu", [TokenCacheShape(1, 8)], tokens)
     for item in ITEMS:
         table = BlockTable()
         table.change(TableDelta(0, 0, tuple(range(4 * item.seq_id, 4 * item.seq_id + 4))))
         builder.tables[item.seq_id] = (table,)
-    builder.known = DeviceDrafts(PASSES).of_rows(ITEMS)
+    tokens.known = DeviceDrafts(PASSES).of_rows(ITEMS)
     assert builder.lay_out(ITEMS).input_ids.tolist() == WITH_DRAFTS
     ends = builder.lay_out_ends(ITEMS, [1, 1, 2, 1, 0])
     assert ends is not None
     assert ends.rows.tolist() == [0, 2, 6, 7, 9]
-    builder.known = DeviceTokens(torch.tensor([1, 2, 3]))
+    tokens.known = DeviceTokens(torch.tensor([1, 2, 3]))
     assert builder.lay_out(ITEMS).input_ids.tolist() == [1, 2, 3, *WITH_PLACEHOLDERS[3:]]
-    builder.known = None
+    tokens.known = None
     assert builder.lay_out(ITEMS).input_ids.tolist() == WITH_PLACEHOLDERS
 
 
@@ -79,7 +80,7 @@ def test_no_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
                 waits.append(not kwargs.get("non_blocking"))
             return func(*args, **(kwargs or {}))
 
-    builder = DraftingBatchBuilder(4, "meta", [TokenCacheShape(1, 8)])
+    builder = BatchBuilder(4, "meta", [TokenCacheShape(1, 8)])
     for item in ITEMS:
         builder.tables[item.seq_id] = (BlockTable(),)
         builder.tables[item.seq_id][0].change(TableDelta(0, 0, tuple(range(4))))

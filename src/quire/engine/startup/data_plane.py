@@ -37,7 +37,7 @@ def make_executor(
         resolved.piecewise_cudagraph_capture_sizes,
         resolved.max_num_seqs,
     )
-    deferred = DeferredTokens(torch.device(resolved.device)) if resolved.async_scheduling else None
+    deferred = DeferredTokens(torch.device(resolved.device), model.ranks) if resolved.async_scheduling else None
     runner = build_runner(
         model,
         num_blocks=[len(group.pool.ref_counts) for group in memory.groups],

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.distributed.rank_group import RankGroup
-from quire.execution.step.batch import Batch, BatchBuilder
 from quire.execution.step.pinned import placed, select_rows
-from quire.models.specs.spec import StateCacheShape, TokenCacheShape
 from quire.scheduling.decode_columns import DecodeItems, seq_ids_of
-from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
+from quire.scheduling.plan import ItemResult, ScheduledSequence
 from quire.sequences.decoding.drafting import UNKNOWN
 
 
@@ -22,10 +20,11 @@ class DeferredTokens:
 
     Args:
         device: device of the tokens.
+        ranks: ranks that all lay out the same items, of which rank 0 alone samples; None for one process.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, ranks: RankGroup | None = None) -> None:
+        self._device, self._ranks = device, ranks
         # Tokens of a step, int64 [n], with the ids of their sequences.
         self._before: list[tuple[list[int], Tensor]] = []
         self._own: list[tuple[list[int], Tensor]] = []
@@ -64,13 +63,18 @@ class DeferredTokens:
         return reads
 
     def fill(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:
-        """Replace placeholders by the tokens that they stand for; the host does not wait.
+        """See `TokenSource`; other ranks get the tokens from rank 0 by `RankGroup.of_first`."""
+        ranks = self._ranks
+        if ranks is None or ranks.rank == 0:
+            self.put(input_ids, items, rows)
+        if ranks is None:
+            return
+        if isinstance(items, DecodeItems) or any(item.token_ids[0] == UNKNOWN for item in items):
+            own = input_ids[: rows[len(items) - 1] + len(items[-1].token_ids)]
+            own.copy_(ranks.of_first(own))
 
-        Args:
-            input_ids: int64 [T] on the device, changed.
-            items: items of the step, all or some.
-            rows: first row of each of them, at least one for each.
-        """
+    def put(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:
+        """Replace placeholders on the rank that samples; see `TokenSource.fill`."""
         if isinstance(items, DecodeItems):
             wanted = items.seq_ids
         else:
@@ -98,50 +102,3 @@ class DeferredTokens:
         targets = [row for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN]
         numbers = placed(torch.tensor((targets, sources), dtype=torch.int64), self._device)
         input_ids.index_copy_(0, numbers[0], drawn.index_select(0, numbers[1]))
-
-
-class AheadBatchBuilder(BatchBuilder):
-    """A builder of batches that replaces placeholders on the device; the host does not wait."""
-
-    def __init__(
-        self,
-        block_size: int,
-        device: torch.device | str,
-        cache: Sequence[TokenCacheShape | StateCacheShape],
-        deferred: DeferredTokens,
-        ranks: RankGroup | None = None,
-    ) -> None:
-        super().__init__(block_size, device, cache)
-        self._deferred, self._ranks = deferred, ranks
-
-    def apply_plan(self, plan: StepPlan) -> None:
-        """See `BatchBuilder`; a plan of decodes lists the tables that change."""
-        items = plan.items
-        if not isinstance(items, DecodeItems):
-            super().apply_plan(plan)
-            return
-        for seq_id in plan.finished_ids:
-            self.tables.pop(seq_id, None)
-        for seq_id, deltas in items.changes():
-            self._change_tables(seq_id, deltas)
-
-    def lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None = None) -> Batch:
-        """See `BatchBuilder`."""
-        batch = super().lay_out(items, groups_of)
-        self._fill(batch.input_ids, items, batch.row_starts)
-        return batch
-
-    def put_drawn(self, input_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
-        """See `BatchBuilder`."""
-        self._fill(input_ids, items, range(len(items)))
-
-    def _fill(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:
-        """Replace placeholders; other ranks get the tokens from rank 0 by `RankGroup.of_first`."""
-        ranks = self._ranks
-        if ranks is None or ranks.rank == 0:
-            self._deferred.fill(input_ids, items, rows)
-        if ranks is None:
-            return
-        if isinstance(items, DecodeItems) or any(item.token_ids[0] == UNKNOWN for item in items):
-            own = input_ids[: rows[len(items) - 1] + len(items[-1].token_ids)]
-            own.copy_(ranks.of_first(own))

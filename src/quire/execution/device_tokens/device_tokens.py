@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.execution.step.batch import Batch, BatchBuilder
 from quire.execution.step.pinned import HostCopy, placed
 from quire.ops.interface.static_steps import vector
 from quire.scheduling.decode_columns import row_starts_of
@@ -79,10 +78,11 @@ def num_wanted(items: Sequence[ScheduledSequence]) -> list[int]:
     return [item.num_draft if item.num_draft and item.token_ids[-1] == UNKNOWN else 0 for item in items]
 
 
-class DraftingBatchBuilder(BatchBuilder):
-    """A builder of batches whose drafts are known only on the device; see `BatchBuilder`."""
+class DraftTokens:
+    """The drafts of the present step, which the host has not read: the tokens of its placeholders."""
 
-    known: DeviceTokens | None = None
+    def __init__(self) -> None:
+        self.known: DeviceTokens | None = None
 
     def take_drafts(
         self, items: Sequence[ScheduledSequence], passes: Sequence[tuple[Sequence[int], Tensor]]
@@ -92,13 +92,7 @@ class DraftingBatchBuilder(BatchBuilder):
         self.known = None if drafts is None else drafts.of_rows(items)
         return drafts
 
-    def lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None = None) -> Batch:
-        """See `BatchBuilder`."""
-        batch = super().lay_out(items, groups_of)
-        self.put_drawn(batch.input_ids, items)
-        return batch
-
-    def put_drawn(self, input_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:  # noqa: ARG002
-        """See `BatchBuilder`."""
+    def fill(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:  # noqa: ARG002
+        """See `TokenSource`."""
         if self.known is not None:
             self.known.put(input_ids)

@@ -13,10 +13,10 @@ from quire.execution.capture.graph_ladder import GraphLadder
 from quire.execution.device_tokens.device_tokens import (
     DeviceDrafts,
     DeviceTokens,
-    DraftingBatchBuilder,
+    DraftTokens,
     num_wanted,
 )
-from quire.execution.step.batch import end_rows
+from quire.execution.step.batch import BatchBuilder, end_rows
 from quire.execution.step.kv_storage import Storage
 from quire.execution.step.pinned import select_rows
 from quire.models.modules.decoder import Decoder
@@ -44,10 +44,15 @@ class DraftModel:
     """
 
     def __init__(
-        self, decoder: Decoder, builder: DraftingBatchBuilder, storages: Sequence[Storage], groups: range
+        self,
+        decoder: Decoder,
+        builder: BatchBuilder,
+        tokens: DraftTokens,
+        storages: Sequence[Storage],
+        groups: range,
     ) -> None:
         self._decoder = decoder
-        self._builder = builder
+        self._builder, self._tokens = builder, tokens
         self._storages = tuple(storages)
         self._groups = groups
         self.ladder: GraphLadder | None = None
@@ -59,7 +64,7 @@ class DraftModel:
             item._replace(token_ids=item.token_ids[: len(item.token_ids) - count]) if count else item
             for item, count in zip(items, wanted, strict=True)
         ]
-        self._builder.known = None
+        self._tokens.known = None
         token_ids = self._run(certain, [count > 0 for count in wanted])
         live = [idx for idx, count in enumerate(wanted) if count]
         passes: list[tuple[Sequence[int], Tensor]] = []
@@ -73,10 +78,10 @@ class DraftModel:
                 for idx in live
             ]
             goes_on = [depth < wanted[idx] for idx in live]
-            self._builder.known = DeviceTokens(token_ids)
+            self._tokens.known = DeviceTokens(token_ids)
             token_ids = self._run(step, goes_on)
             live = list(compress(live, goes_on))
-        return self._builder.take_drafts(items, passes)
+        return self._tokens.take_drafts(items, passes)
 
     def _run(self, items: Sequence[ScheduledSequence], is_read: Sequence[bool]) -> Tensor:
         """Store keys and values of tokens; return the likeliest token after each item that is read, int64 [n]."""

@@ -12,9 +12,10 @@ from quire.execution.capture.graph_ladder import GraphLadder
 from quire.execution.device_tokens.device_tokens import (
     DeviceDrafts,
     DeviceTokens,
-    DraftingBatchBuilder,
+    DraftTokens,
     num_wanted,
 )
+from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.kv_storage import StateStorage, Storage
 from quire.execution.step.pinned import placed
 from quire.models.modules.mtp import MTPHead
@@ -40,14 +41,14 @@ class MTPDrafter:
     """
 
     def __init__(
-        self, head: MTPHead, builder: DraftingBatchBuilder, storages: Sequence[Storage], groups: range
+        self, head: MTPHead, builder: BatchBuilder, tokens: DraftTokens, storages: Sequence[Storage], groups: range
     ) -> None:
         *self._storages, states = storages
         assert isinstance(states, StateStorage)
         # [B, E]: for each block, the last hidden state of the sequence that owns it.
         self._states = states.conv_states[0][:, 0]
         self._head = head
-        self._builder = builder
+        self._builder, self._tokens = builder, tokens
         self._groups = groups
         self.ladder: GraphLadder | None = None
 
@@ -57,8 +58,7 @@ class MTPDrafter:
         live = [idx for idx, count in enumerate(wanted) if count]
         passes: list[tuple[Sequence[int], Tensor]] = []
         hidden: Tensor | None = None
-        builder = self._builder
-        builder.known = None
+        self._tokens.known = None
         while live:
             depth, step = len(passes), []
             for idx in live:
@@ -71,9 +71,9 @@ class MTPDrafter:
             if 0 < len(kept) < len(live):
                 rows = self._placed(kept)
                 hidden, drafted = hidden.index_select(0, rows), drafted.index_select(0, rows)
-            builder.known = DeviceTokens(drafted)
+            self._tokens.known = DeviceTokens(drafted)
             live = [live[row] for row in kept]
-        return builder.take_drafts(items, passes)
+        return self._tokens.take_drafts(items, passes)
 
     def _run(self, items: Sequence[ScheduledSequence], hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run a pass of `guess`, by replaying a captured one where possible.

@@ -8,8 +8,8 @@ import torch
 
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.execution.capture.captured_steps import CaptureOptions, capture_steps, has_captured_passes
-from quire.execution.device_tokens.deferred_tokens import AheadBatchBuilder, DeferredTokens
-from quire.execution.device_tokens.device_tokens import DraftingBatchBuilder
+from quire.execution.device_tokens.deferred_tokens import DeferredTokens
+from quire.execution.device_tokens.device_tokens import DraftTokens
 from quire.execution.drafts.draft_model import DraftModel
 from quire.execution.drafts.mtp_drafter import MTPDrafter
 from quire.execution.runners.graph_runner import GraphRunner
@@ -20,7 +20,7 @@ from quire.execution.sampling.device.following_sampler import FollowingSampler
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.embeddings import MultimodalEmbeddings
-from quire.execution.step.kv_storage import Storage, make_storages
+from quire.execution.step.kv_storage import make_storages
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.mtp import MTPHead
 from quire.ops.interface.static_steps import MakesStaticSteps
@@ -77,13 +77,13 @@ def build_runner(
     if draws is not None and torch_device.type != "cpu":
         with torch.inference_mode():
             warm_up(draws, decoder.spec.vocab_size, torch_device)
-    builder: BatchBuilder
+    drafts = None if draft is None else DraftTokens()
+    # With a draft model no plan is made ahead, so the only placeholders are drafts.
+    builder = BatchBuilder(block_size, torch_device, caches, drafts or deferred)
     sampler: Sampler
     if deferred is not None:
-        builder = AheadBatchBuilder(block_size, torch_device, caches, deferred, decoder.ranks)
         sampler = DeferredSampler(torch_device, grammar_states, keep, deferred, draws)
     else:
-        builder = BatchBuilder(block_size, torch_device, caches)
         # Where kernels are not the host's own, and where they are interpreted, the host waits for tokens only.
         is_apart = torch_device.type != "cpu" or isinstance(decoder.ops, MakesStaticSteps)
         sampler = Sampler(torch_device, grammar_states, keep)
@@ -92,9 +92,9 @@ def build_runner(
     if decoder.is_follower:
         sampler = FollowingSampler(torch_device)
     own, drafter = len(decoder.cache_groups), None
-    if draft is not None:  # with it no plan is made ahead, so the only placeholders are drafts
-        builder = drafting = DraftingBatchBuilder(block_size, torch_device, caches)
-        drafter = _drafter_of(draft, drafting, storages[own:], range(own, len(storages)))
+    if draft is not None and drafts is not None:
+        parts = builder, drafts, storages[own:], range(own, len(storages))
+        drafter = MTPDrafter(draft, *parts) if isinstance(draft, MTPHead) else DraftModel(draft, *parts)
     prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)
     media = MultimodalEmbeddings(torch_device)
     if captured is None:
@@ -105,12 +105,3 @@ def build_runner(
         of_draft = storages[own:], num_blocks[own:], block_size, captured.of_draft()
         drafter.ladder = capture_steps(draft, *of_draft, first_group=own).ladder
     return runner
-
-
-def _drafter_of(
-    draft: Decoder, builder: DraftingBatchBuilder, storages: Sequence[Storage], groups: range
-) -> DraftModel | MTPDrafter:
-    """Return what runs a draft model, or an MTP head."""
-    if isinstance(draft, MTPHead):
-        return MTPDrafter(draft, builder, storages, groups)
-    return DraftModel(draft, builder, storages, groups)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, count
 from operator import add
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from quire.models.modules.blocks import OutputRows
 from quire.models.specs.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface.ops import AttentionBatch, StateBatch
 from quire.platform.prefault import CacheUse
+from quire.scheduling.decode_columns import DecodeItems
 from quire.scheduling.plan import ScheduledSequence, StepPlan, TableDelta
 
 _stamps = count(1)
@@ -58,6 +60,19 @@ class BlockTable:
         ids[start:] = array("q", block_ids)
 
 
+class TokenSource(Protocol):
+    """Tokens on the device that the host has not read, for which a step has placeholders (`UNKNOWN`)."""
+
+    def fill(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:
+        """Replace placeholders by the tokens that they stand for; the host does not wait.
+
+        Args:
+            input_ids: int64 [T] on the device, changed.
+            items: items of the step, all or some.
+            rows: first row of each of them, at least one for each.
+        """
+
+
 class BatchBuilder:
     """Builds each step's batch, and remembers the block tables between steps.
 
@@ -66,6 +81,7 @@ class BatchBuilder:
         device: device of the batches' tensors, which are built on the CPU.
         cache: cache shape of each group. Table entries of tokens outside the window, or in an earlier chunk, are not
             read and may be the null block. For a group of states only the last entry is read.
+        tokens: source of the tokens of placeholders; None for plans without any.
 
     Attributes:
         use: use of the cache so far; see `CacheUse`.
@@ -73,12 +89,17 @@ class BatchBuilder:
     """
 
     def __init__(
-        self, block_size: int, device: torch.device | str, cache: Sequence[TokenCacheShape | StateCacheShape]
+        self,
+        block_size: int,
+        device: torch.device | str,
+        cache: Sequence[TokenCacheShape | StateCacheShape],
+        tokens: TokenSource | None = None,
     ) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
         self._is_cpu = self._device.type == "cpu"
         self._caches = tuple(cache)
+        self._tokens = tokens
         self.tables: dict[int, tuple[BlockTable, ...]] = {}
         self.use = CacheUse(len(self._caches))
 
@@ -91,6 +112,10 @@ class BatchBuilder:
         """Drop the tables of finished sequences, and apply the plan's table deltas."""
         for seq_id in plan.finished_ids:
             self.tables.pop(seq_id, None)
+        if isinstance(plan.items, DecodeItems):
+            for seq_id, deltas in plan.items.changes():
+                self._change_tables(seq_id, deltas)
+            return
         for item in plan.items:
             if item.new_sequence is not None:
                 self.tables[item.seq_id] = tuple(BlockTable() for _ in self._caches)
@@ -105,6 +130,13 @@ class BatchBuilder:
             empty.
             groups_of: indices of the cache groups that the batch is for; None for all.
         """
+        batch = self._lay_out(items, groups_of)
+        if self._tokens is not None:
+            self._tokens.fill(batch.input_ids, items, batch.row_starts)
+        return batch
+
+    def _lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None) -> Batch:
+        """Lay items out as `lay_out` does, with their placeholders."""
         counts = [len(item.token_ids) for item in items]
         row_starts = list(accumulate(counts, initial=0))
         input_ids = self._placed(chain.from_iterable([item.token_ids for item in items]))
@@ -146,11 +178,13 @@ class BatchBuilder:
             for item, count in zip(items, counts, strict=True)
             if count
         ]
-        batch = BatchBuilder.lay_out(self, ends, groups_of)  # token ids are not read, so placeholders may stay
+        batch = self._lay_out(ends, groups_of)  # token ids are not read, so placeholders may stay
         return OutputRows(self._placed(rows), batch.positions, batch.groups)
 
     def put_drawn(self, input_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
-        """Replace placeholders among the token ids of decodes, int64 [R] on the device; this class has none."""
+        """Replace placeholders among the token ids of decodes, int64 [R] on the device."""
+        if self._tokens is not None:
+            self._tokens.fill(input_ids, items, range(len(items)))
 
     def _change_tables(self, seq_id: int, deltas: tuple[TableDelta, ...]) -> None:
         tables, highest = self.tables[seq_id], self.use.highest_blocks

@@ -73,7 +73,7 @@ class DeferredSampler(DeviceSampler):
         return plain_results(seq_ids_of(items), repeat(()))
 
     def _put_drawn(self, token_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
-        self._deferred.fill(token_ids, items, range(len(items)))
+        self._deferred.put(token_ids, items, range(len(items)))
 
     def _defer(
         self,
