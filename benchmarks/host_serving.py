@@ -35,9 +35,9 @@ from quire.engine.engine import Engine
 from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.startup.start import load
 from quire.engine.startup.wrappers import Wrappers
+from quire.execution.capture.captured_steps import CapturedSteps
 from quire.execution.device_tokens.deferred_tokens import DeferredTokens
-from quire.execution.runners.graph_runner import GraphRunner
-from quire.execution.runners.runner import InProcessExecutor
+from quire.execution.runners.runner import InProcessExecutor, ModelRunner
 from quire.execution.sampling.device.deferred_sampler import DeferredSampler
 from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.embeddings import MultimodalEmbeddings
@@ -111,7 +111,7 @@ class HostDecoder:
         """Find nothing, as one process does."""
 
 
-class TimedRunner(GraphRunner):
+class TimedRunner(ModelRunner):
     """A runner that notes what steps had, and copies nothing.
 
     Attributes:
@@ -138,8 +138,9 @@ def make_engine(folder: str) -> tuple[Engine, TimedRunner]:
     sampler = DeferredSampler(torch.device("cpu"), None, apply_token_bitmask, deferred, NoDraws())
     builder = BatchBuilder(BLOCK_SIZE, "cpu", [CACHE], deferred)
     media = MultimodalEmbeddings(torch.device("cpu"))
-    runner = TimedRunner(decoder, [kv], builder, sampler, media)  # type: ignore[list-item]
-    runner.ladder, runner.items = ladder, []
+    steps = CapturedSteps(ladder)
+    runner = TimedRunner(decoder, [kv], builder, sampler, media, captured=steps)  # type: ignore[list-item]
+    runner.items = []
     config = EngineConfig.from_options(
         model=folder,
         skip_tokenizer_init=True,

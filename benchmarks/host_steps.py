@@ -164,7 +164,7 @@ class HostSteps:
         self._update(plan, [ItemResult(item.seq_id, (1,) * item.num_samples) for item in plan.items])
 
     def step(self) -> None:
-        """Run a step of decodes, as the engine and `GraphRunner` do."""
+        """Run a step of decodes, as the engine and `ModelRunner` do."""
         with self._timed("plan"):
             plan = self._plan()
         with self._timed("tables"):

@@ -111,7 +111,8 @@ def main() -> None:
         builder = BatchBuilder(BLOCK_SIZE, device, [group.cache for group in decoder.cache_groups])
         batch = builder.lay_out(open_items(builder, spans, num_blocks))
         options = CaptureOptions((), CONTEXT + PROMPT, (decodes + PROMPT,))
-        _, pieces = capture_steps(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
+        steps = capture_steps(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
+        pieces = None if steps is None else steps.pieces
         assert pieces is not None, "nothing in a dense model waits"
         (step,) = pieces._steps
         pieces._steps = [step._replace(pieces=[CapturedCall(lambda: None)] * len(step.pieces))]

@@ -72,7 +72,8 @@ def capture(bench: Bench, decoder: Decoder, shape: Shape, batch: int, context: i
     num_blocks = num_blocks_of(spans)
     memory = make_memory(num_blocks, shape.num_layers, shape.num_kv_heads, shape.head_dim, bench.device)
     options = CaptureOptions((batch,), context)
-    ladder, _ = capture_steps(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
+    captured = capture_steps(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
+    ladder = None if captured is None else captured.ladder
     if ladder is None:
         raise RuntimeError("the step could not be captured")
     builder = BatchBuilder(BLOCK_SIZE, bench.device, [group.cache for group in decoder.cache_groups])
@@ -148,7 +149,7 @@ def measure_both(
     replay: Callable[[CapturedSteps, list[Any], BatchBuilder], torch.Tensor],
 ) -> None:
     """Measure a step, run eagerly and captured; a failure is recorded as a figure."""
-    from quire.execution.capture.captured_steps import CapturedSteps, capture_steps
+    from quire.execution.capture.captured_steps import capture_steps
     from quire.execution.step.batch import BatchBuilder
 
     num_blocks = num_blocks_of(spans)
@@ -169,7 +170,7 @@ def measure_both(
 
     try:
         captured = capture_steps(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
-        if captured == CapturedSteps():
+        if captured is None:
             raise RuntimeError("the step could not be captured")
         measure("launched", launched)
         measure("captured", lambda: replay(captured, items, builder))

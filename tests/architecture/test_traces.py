@@ -16,11 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS, STEP, REQUEST = ROOT / "docs", "life-of-a-step.md", "life-of-a-request.md"
 ROW = re.compile(r"\| (?:\w+ \| )?`(?P<path>[\w/]+\.py)` \| `(?P<function>[\w.]+)` \|")
 # Files, lines of code, changes of file; with some slack, to be lowered when code goes. At the time of writing: 18,
-# 2,177 and 42; 26, 3,006 and 62; 27, 3,205 and 103; 56, 6,146 and 204; for a chat 124 and 12,852.
+# 2,336 and 42; 26, 3,165 and 63; 25, 3,012 and 84; 56, 6,316 and 204; for a chat 124 and 13,100. One loop runs all of
+# them, so a greedy step has the lines of an asynchronous one in its files.
 LIMITS = {
-    "greedy": (19, 2_300, 45),
-    "sampled": (28, 3_150, 66),
-    "asynchronous": (29, 3_350, 110),
+    "greedy": (19, 2_400, 45),
+    "sampled": (27, 3_200, 66),
+    "asynchronous": (26, 3_100, 88),
     "prompt": (59, 6_400, 215),
 }
 CHAT_LIMITS = 130, 13_500

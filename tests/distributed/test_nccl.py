@@ -15,7 +15,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.errors import RankFailed
-from quire.execution.runners.graph_runner import GraphRunner
+from quire.execution.runners.runner import ModelRunner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,8 +46,8 @@ def test_two_gpus_give_the_tokens_of_one(kernels: str, backend: str) -> None:
             found.append([output.outputs[0].token_ids for output in outputs])
             runner: Any = getattr(llm.engine.executor, "_inner", llm.engine.executor)
             if kernels == "triton" and backend == "nccl":
-                assert isinstance(runner._runner, GraphRunner)
-                assert runner._runner.num_replayed > 0
+                assert isinstance(runner._runner, ModelRunner)
+                assert runner._runner.captured.num_replayed > 0
     assert found[0] == found[1]
 
 

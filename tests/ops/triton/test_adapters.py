@@ -201,7 +201,7 @@ class TestEngine:
                 pairs = zip(sample.logprobs, sample.token_ids, strict=True)
                 found.append((list(sample.token_ids), [each[token].logprob for each, token in pairs]))
             if options:
-                assert llm.engine.executor._runner.num_replayed == 7  # type: ignore[attr-defined]
+                assert llm.engine.executor._runner.captured.num_replayed == 7  # type: ignore[attr-defined]
             return found
 
         twin = run("torch")
@@ -226,7 +226,7 @@ class TestEngine:
             found = [llm.generate([prompt], params, lora_request=request, use_tqdm=False) for request in requests]
             outputs.append([list(output.outputs[0].token_ids) for (output,) in found])
         # Five of the steps of each, and the first one of the last: all but one token of its prompt are cached.
-        assert llm.engine.executor._runner.num_replayed == 4 * 5 + 1  # type: ignore[attr-defined]
+        assert llm.engine.executor._runner.captured.num_replayed == 4 * 5 + 1  # type: ignore[attr-defined]
         assert outputs[0] == outputs[1]
         assert outputs[0][1] == outputs[0][3]
         assert len({tuple(tokens) for tokens in outputs[0]}) == 3

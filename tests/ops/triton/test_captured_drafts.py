@@ -10,7 +10,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.execution.capture.graph_ladder import ReplayedStep
 from quire.execution.drafts.draft_model import DraftModel
-from quire.execution.runners.graph_runner import GraphRunner
+from quire.execution.runners.runner import ModelRunner
 from quire.memory import check
 from quire.scheduling.plan import ScheduledSequence
 from tests.conformance.conftest import Reference, make_reference
@@ -27,9 +27,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SIZES: dict[str, Any] = {"cudagraph_capture_sizes": (2, 6, 12), "max_num_seqs": 4}
 
 
-def runner_of(llm: LLM) -> GraphRunner:
+def runner_of(llm: LLM) -> ModelRunner:
     runner = llm.engine.executor._runner  # type: ignore[attr-defined]
-    assert isinstance(runner, GraphRunner)
+    assert isinstance(runner, ModelRunner)
     return runner
 
 
@@ -56,7 +56,7 @@ def test_drafts_are_verified_by_captured_steps(name: str, tmp_path_factory: pyte
     llm = with_oracle(reference)
     runner = runner_of(llm)
     assert_greedy(llm, reference)
-    assert runner.num_replayed >= 3
+    assert runner.captured.num_replayed >= 3
 
 
 @pytest.mark.parametrize(("name", "is_async"), [("llama3", True), ("llama3", False), ("qwen3.5", False)])
@@ -83,8 +83,8 @@ def test_passes_of_a_draft_model_are_captured(
     speculation.step_costs = [1.0] * len(speculation.step_costs)
     runner = runner_of(llm)
     assert isinstance(runner.draft, DraftModel)
-    assert runner.draft.ladder is not None
-    ladder, num_rows = runner.draft.ladder, list[int]()
+    assert runner.draft._ladder is not None
+    ladder, num_rows = runner.draft._ladder, list[int]()
     run = ladder.run
 
     def run_seen(rows: Sequence[ScheduledSequence], *args: Any) -> ReplayedStep:
@@ -93,5 +93,5 @@ def test_passes_of_a_draft_model_are_captured(
 
     monkeypatch.setattr(ladder, "run", run_seen)
     assert_greedy(llm, reference)
-    assert runner.num_replayed >= 3
+    assert runner.captured.num_replayed >= 3
     assert len(num_rows) >= 9

@@ -49,11 +49,11 @@ class SeenPasses:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         draft = runner_of(llm).draft
         assert isinstance(draft, MTPDrafter)
-        assert isinstance(draft.ladder, MTPLadder)
+        assert isinstance(draft._ladder, MTPLadder)
         self.replayed, self.launched = list[int](), list[int]()
-        self._draft, self._ladder, self._run, self._run_pass = draft, draft.ladder, draft._run, draft.ladder.run_pass
+        self._draft, self._ladder, self._run, self._run_pass = draft, draft._ladder, draft._run, draft._ladder.run_pass
         monkeypatch.setattr(draft, "_run", self._see)
-        monkeypatch.setattr(draft.ladder, "run_pass", self._see_captured)
+        monkeypatch.setattr(draft._ladder, "run_pass", self._see_captured)
 
     def _see(self, items: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         num_replayed = len(self.replayed)
@@ -70,9 +70,9 @@ class SeenPasses:
         found, token_ids = self._run_pass(items, builder, hidden)
         stored = kv.data[1:].clone()
         kv.data.copy_(kv_before)
-        self._draft.ladder = None
+        self._draft._ladder = None
         expected, likeliest = self._run(items, hidden_before)
-        self._draft.ladder = self._ladder
+        self._draft._ladder = self._ladder
         torch.testing.assert_close(found, expected)
         assert token_ids.tolist() == likeliest.tolist()
         torch.testing.assert_close(stored, kv.data[1:], equal_nan=True)

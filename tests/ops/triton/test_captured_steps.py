@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from quire import SamplingParams
-from quire.execution.runners.graph_runner import GraphRunner
+from quire.execution.runners.runner import ModelRunner
 from quire.memory import check
 from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from tests.conformance.checkpoints import POOL_FACTORS, VOCAB_SIZE, ragged_prompts, save_checkpoint
@@ -238,8 +238,8 @@ class TestEngine:
         sizes = (1, 4)
         llm = load(str(reference.folder), reference.pool_factor, cudagraph_capture_sizes=sizes)
         runner = llm.engine.executor._runner  # type: ignore[attr-defined]
-        assert isinstance(runner, GraphRunner)
-        assert runner.ladder is not None
+        assert isinstance(runner, ModelRunner)
+        assert runner.captured.ladder is not None
         plans: list[StepPlan] = []
         execute = runner.execute
 
@@ -261,7 +261,7 @@ class TestEngine:
                 assert list(tokens[:known]) == list(expected[:known])
         # A prompt that ends a step later than the others, as those with states do, is in a step with their decodes.
         decodes = [plan for plan in plans if all(map(is_decode, plan.items))]
-        assert runner.num_replayed == len(decodes) >= 2 * (NUM_TOKENS - 2)
+        assert runner.captured.num_replayed == len(decodes) >= 2 * (NUM_TOKENS - 2)
         check(llm.engine.scheduler.memory)
 
     @pytest.mark.parametrize("name", ["gpt-oss", "qwen3.5-moe"])
@@ -286,7 +286,7 @@ class TestEngine:
                 assert all(isinstance(ffn.fused._gate_ups, StoredExpertLayer) for ffn in ffns)
             outputs = llm.generate(ragged_prompts()[:3], GREEDY, use_tqdm=False)
             found.append([output.outputs[0].token_ids for output in outputs])
-        assert runner.num_replayed >= NUM_TOKENS - 2
+        assert runner.captured.num_replayed >= NUM_TOKENS - 2
         assert found[0] == found[1]
 
     @pytest.mark.parametrize("name", ["llama3", "qwen3.5"])
@@ -312,7 +312,7 @@ class TestEngine:
             tokens = output.outputs[0].token_ids
             known = min(len(tokens), len(expected))
             assert list(tokens[:known]) == list(expected[:known])
-        assert runner.num_replayed >= NUM_TOKENS - 2
+        assert runner.captured.num_replayed >= NUM_TOKENS - 2
         check(llm.engine.scheduler.memory)
 
     def test_drawn_tokens_of_steps_that_are_launched_ahead(self, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -328,7 +328,7 @@ class TestEngine:
                 params[1] = replace(params[1], stop_token_ids=(found[0][1][5],))
             outputs = llm.generate(ragged_prompts()[:3], params, use_tqdm=False)
             found.append([list(output.outputs[0].token_ids) for output in outputs])
-        assert llm.engine.executor._runner.num_replayed > 10  # type: ignore[attr-defined]
+        assert llm.engine.executor._runner.captured.num_replayed > 10  # type: ignore[attr-defined]
         first = found[0][1].index(found[0][1][5])
         assert found[1] == [found[0][0], found[0][1][: first + 1], found[0][2]]
 
@@ -357,7 +357,7 @@ class TestEngine:
             llm = load(folder, kernels=kernels, **(options | captured))
             llm.generate([common[:264]], SamplingParams(max_tokens=1), use_tqdm=False)
             if sizes is not None:
-                ladder = llm.engine.executor._runner.ladder  # type: ignore[attr-defined]
+                ladder = llm.engine.executor._runner.captured.ladder  # type: ignore[attr-defined]
                 assert [step.size for step in ladder._sharing_steps] == [2, 4]
                 for step in ladder._sharing_steps:
 

@@ -37,8 +37,8 @@ def test_greedy_tokens(name: str, is_ahead: bool, tmp_path_factory: pytest.TempP
             tokens = output.outputs[0].token_ids
             known = min(len(tokens), len(expected))
             assert list(tokens[:known]) == list(expected[:known])
-    assert runner.num_replayed_in_pieces > 1
-    assert runner.num_replayed + runner.num_replayed_in_pieces == runner._builder.use.num_steps
+    assert runner.captured.num_replayed_in_pieces > 1
+    assert runner.captured.num_replayed + runner.captured.num_replayed_in_pieces == runner._builder.use.num_steps
     check(llm.engine.scheduler.memory)
 
 
@@ -57,7 +57,7 @@ def test_steps_of_any_kind(tmp_path: Path) -> None:
             outputs = [each for one in params for each in llm.generate(prompts, one, use_tqdm=False)]
             embedded = llm.embed(prompts, use_tqdm=False)
             if options:
-                assert llm.engine.executor._runner.num_replayed_in_pieces > 4  # type: ignore[attr-defined]
+                assert llm.engine.executor._runner.captured.num_replayed_in_pieces > 4  # type: ignore[attr-defined]
         measured = [output.prompt_logprobs for output in outputs if output.prompt_logprobs]
         logprobs = [one.logprob for of in measured for each in of if each for one in each.values()]
         tokens = [[sample.token_ids for sample in output.outputs] for output in outputs]
@@ -81,7 +81,7 @@ def test_drafts_are_verified_in_pieces(tmp_path: Path) -> None:
             found.append([output.outputs[0].token_ids for output in outputs])
             if options:
                 assert llm.stats.num_draft_tokens > 0
-                assert llm.engine.executor._runner.num_replayed_in_pieces > 1  # type: ignore[attr-defined]
+                assert llm.engine.executor._runner.captured.num_replayed_in_pieces > 1  # type: ignore[attr-defined]
     assert found[0] == found[1]
 
 
@@ -93,5 +93,5 @@ def test_larger_steps_are_launched(tmp_path_factory: pytest.TempPathFactory) -> 
     (output,) = llm.generate(reference.prompts[1:2], GREEDY, use_tqdm=False)
     known = len(reference.outputs[1])
     assert list(output.outputs[0].token_ids[:known]) == list(reference.outputs[1][:NUM_TOKENS])
-    assert runner.num_replayed_in_pieces == 0
-    assert runner.num_replayed == NUM_TOKENS - 1
+    assert runner.captured.num_replayed_in_pieces == 0
+    assert runner.captured.num_replayed == NUM_TOKENS - 1

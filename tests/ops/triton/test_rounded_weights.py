@@ -188,7 +188,7 @@ def test_captured_steps_keep_logits_of_float32(tmp_path_factory: pytest.TempPath
     options: dict[str, Any] = {"quantization": "int8", "dtype": "bfloat16"}
     eager, captured = load(folder, **options), load(folder, **options, cudagraph_capture_sizes=(1, 2))
     expected, found = (llm.generate(prompts, sampled, use_tqdm=False) for llm in (eager, captured))
-    assert captured.engine.executor._runner.num_replayed > 0  # type: ignore[attr-defined]
+    assert captured.engine.executor._runner.captured.num_replayed > 0  # type: ignore[attr-defined]
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
     assert torch.equal(logprobs(found), logprobs(expected))
 
@@ -220,4 +220,4 @@ def test_greedy_tokens(name: str, quantization: Quantization, tmp_path_factory: 
         # Of most tokens all whole numbers are the same. Rounding moves half of them by 0.05 or more.
         assert (logprobs(found) - logprobs(expected)).abs().median() < 1e-3
         if options:
-            assert llm.engine.executor._runner.num_replayed > 0  # type: ignore[attr-defined]
+            assert llm.engine.executor._runner.captured.num_replayed > 0  # type: ignore[attr-defined]

@@ -9,18 +9,24 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.distributed.rank_group import RankGroup
+from quire.execution.capture.decode_rows import few_rows_of
 from quire.execution.capture.draft_ladder import DraftLadder, MTPLadder
-from quire.execution.capture.graph_ladder import GraphLadder, limits_of
+from quire.execution.capture.graph_ladder import GraphLadder, ReplayedStep, limits_of
 from quire.execution.capture.piecewise_ladder import PiecewiseLadder
 from quire.execution.capture.ranked_capture import RankedCapture, seen_sums
 from quire.execution.capture.step_capture import CudaCapture, StepCapture
 from quire.execution.capture.tape_capture import TapeCapture
+from quire.execution.step.adapter_rows import AdapterRows
+from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.kv_storage import Storage
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.mtp import MTPHead
 from quire.ops.interface.static_steps import MakesStaticSteps
+from quire.scheduling.decode_columns import DecodeItems
+from quire.scheduling.plan import ScheduledSequence
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +54,51 @@ class CaptureOptions(NamedTuple):
         return CaptureOptions(self.sizes[:num_sizes], self.max_model_len, makes_drafts=True)
 
 
-class CapturedSteps(NamedTuple):
-    """The captured steps of a model.
+class CapturedSteps:
+    """The captured steps of a model, which its runner asks before it computes a step itself."""
 
-    Args:
-        ladder: decode steps, or draft passes; None if none are captured.
-        pieces: pieces of other steps; None if none are captured.
-    """
+    def __init__(self, ladder: GraphLadder | None = None, pieces: PiecewiseLadder | None = None) -> None:
+        self.ladder, self.pieces = ladder, pieces
+        self.num_replayed = self.num_replayed_in_pieces = 0
 
-    ladder: GraphLadder | None = None
-    pieces: PiecewiseLadder | None = None
+    def replay(
+        self, items: Sequence[ScheduledSequence], builder: BatchBuilder, adapters: AdapterRows
+    ) -> ReplayedStep | None:
+        """Replay a step in which all sequences sample and have few tokens: decodes, and drafts to verify."""
+        ladder = self.ladder
+        found = few_rows_of(items) if ladder is not None and _can_replay(items) else None
+        if ladder is None or found is None:
+            return None
+        rows, counts = found
+        adapted = adapters.rows_of_decodes(rows) if adapters.by_sequence else None
+        if not ladder.takes(rows) or (adapted is not None and not ladder.takes_adapters(adapted)):
+            return None
+        self.num_replayed += 1
+        return ladder.run(rows, builder, adapted, counts)
+
+    def replay_pieces(
+        self, items: Sequence[ScheduledSequence], builder: BatchBuilder, adapters: AdapterRows, groups: range
+    ) -> Tensor | None:
+        """Replay the pieces of a step between attention; return the hidden states of all rows, or None as `replay`."""
+        if self.ladder is not None:
+            self.ladder.forget_rows()
+        pieces, adapted = self.pieces, adapters.by_sequence
+        if pieces is None or (adapted and any(item.seq_id in adapted for item in items)):
+            return None
+        if not pieces.takes(sum(len(item.token_ids) for item in items)):
+            return None
+        self.num_replayed_in_pieces += 1
+        return pieces.run(builder.lay_out(items, groups))
+
+
+def _can_replay(items: Sequence[ScheduledSequence]) -> bool:
+    """Say whether all items sample tokens, and none is a prompt."""
+    if isinstance(items, DecodeItems):
+        return True
+    num_samples, new_sequences = tuple(zip(*items, strict=True))[4:6]
+    # New sequences have been opened by the runner; those from the first token on are prompts.
+    is_known = new_sequences.count(None) == len(items)
+    return all(num_samples) and (is_known or all(item.new_sequence is None or item.start for item in items))
 
 
 def has_captured_passes(draft: Decoder) -> bool:
@@ -73,10 +114,10 @@ def capture_steps(
     block_size: int,
     options: CaptureOptions,
     first_group: int = 0,
-) -> CapturedSteps:
+) -> CapturedSteps | None:
     """Capture steps; this writes to the null blocks."""
     if not isinstance(decoder.ops, MakesStaticSteps):
-        return CapturedSteps()
+        return None
     if isinstance(decoder, MTPHead):  # its last group has hidden states of the target, which no captured pass reads
         storages, num_blocks = storages[:-1], num_blocks[:-1]
     ladder, pieces, kind = None, None, "Decode steps"
@@ -91,7 +132,7 @@ def capture_steps(
             pieces = PiecewiseLadder(decoder, storages, options.piece_sizes, capture)
     except RuntimeError as error:
         logger.warning("%s are not captured, but launched kernel by kernel: %s", kind, error)
-    return CapturedSteps(ladder, pieces)
+    return None if ladder is None and pieces is None else CapturedSteps(ladder, pieces)
 
 
 def _kind_of_ladder(decoder: Decoder, options: CaptureOptions) -> type[GraphLadder]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from quire.scheduling.decode_columns import DecodeItems
 from quire.scheduling.plan import ScheduledSequence
 
 # Maximum number of tokens of a sequence that are computed as decodes: the most drafts, and tokens before them.
@@ -26,6 +27,8 @@ def rows_of(items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
 
 def few_rows_of(items: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledSequence], list[int] | None] | None:
     """Return items as decodes of one token each, and the number of consecutive decodes of each sequence."""
+    if isinstance(items, DecodeItems):
+        return items, None
     counts = [len(item.token_ids) for item in items]
     most = max(counts)
     if most == 1:

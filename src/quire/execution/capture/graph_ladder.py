@@ -16,6 +16,7 @@ from quire.execution.capture.laid_tables import LaidTables
 from quire.execution.capture.step_capture import CapturedCall, StepCapture
 from quire.execution.step.batch import BatchBuilder, BlockTable
 from quire.execution.step.kv_storage import StateStorage, Storage
+from quire.execution.step.pinned import placed
 from quire.models.modules.decoder import Decoder
 from quire.models.specs.spec import TokenCacheShape
 from quire.ops.interface.lora import LoraRows
@@ -63,6 +64,11 @@ class ReplayedStep(NamedTuple):
     hidden: Tensor
     outputs: Tensor
     next_positions: Tensor
+
+    def select(self, rows: Sequence[int]) -> ReplayedStep:
+        """Return some of the rows, as copies; the host does not wait."""
+        idxs = placed(vector(rows), self.hidden.device)
+        return ReplayedStep(*(numbers.index_select(0, idxs) for numbers in self))
 
 
 class GraphLadder:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from quire.distributed.rank_group import RankGroup
+from quire.execution.step.device_health import step_error
 from quire.execution.step.pinned import placed, select_rows
-from quire.scheduling.decode_columns import DecodeItems, seq_ids_of
-from quire.scheduling.plan import ItemResult, ScheduledSequence
+from quire.scheduling.decode_columns import DecodeItems, DecodeResults, seq_ids_of
+from quire.scheduling.plan import ItemResult, ScheduledSequence, StepResult
 from quire.sequences.decoding.drafting import UNKNOWN
+
+# Fields of all results, without a Python call for each.
+_ERROR: Final = attrgetter("error")
+_PROMPT_LOGPROBS: Final = attrgetter("prompt_logprobs")
+_DRAFT: Final = attrgetter("draft")
 
 
 class DeferredTokens:
@@ -53,9 +62,17 @@ class DeferredTokens:
         """Keep a reader of the present step's results whose tokens the next step has no placeholders for; see `add`."""
         self._reads.append(read)
 
-    def add_failed(self, seq_ids: Sequence[int]) -> None:
-        """Keep a dummy token for sequences that the present step failed to sample: their requests end."""
-        self._own.append((list(seq_ids), torch.zeros(len(seq_ids), dtype=torch.int64, device=self._device)))
+    def reader_of(self, launched: StepResult) -> Callable[[], StepResult]:
+        """Return a function that waits for the tokens of the present step, and returns its result.
+
+        Args:
+            launched: result with empty items where tokens are to be read. Sequences that it failed to sample get a
+                dummy token for the next step: their requests end.
+        """
+        if any(map(_ERROR, launched.items)):
+            seq_ids = [item.seq_id for item in launched.items if item.error is not None]
+            self._own.append((seq_ids, torch.zeros(len(seq_ids), dtype=torch.int64, device=self._device)))
+        return partial(_read, launched, self.take_reads())
 
     def take_reads(self) -> list[Callable[[], Sequence[ItemResult]]]:
         """Return the readers of the present step's results, and forget them."""
@@ -102,3 +119,30 @@ class DeferredTokens:
         targets = [row for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN]
         numbers = placed(torch.tensor((targets, sources), dtype=torch.int64), self._device)
         input_ids.index_copy_(0, numbers[0], drawn.index_select(0, numbers[1]))
+
+
+def _read(launched: StepResult, reads: Sequence[Callable[[], Sequence[ItemResult]]]) -> StepResult:
+    """Wait for the tokens of a step, and return its result."""
+    try:
+        parts = [read() for read in reads]
+    except Exception as error:
+        raise step_error(f"step {launched.tick} failed in the data plane", error) from error
+    if not parts:
+        return launched
+    is_whole = len(parts) == 1 and len(parts[0]) == len(launched.items)
+    if is_whole and isinstance(parts[0], DecodeResults):
+        return launched._replace(items=parts[0])
+    if is_whole and not any(any(map(field, launched.items)) for field in (_ERROR, _PROMPT_LOGPROBS, _DRAFT)):
+        return launched._replace(items=tuple(parts[0]))
+    read = {result.seq_id: result for part in parts for result in part}
+    return launched._replace(items=tuple([_complete(item, read) for item in launched.items]))
+
+
+def _complete(item: ItemResult, read: dict[int, ItemResult]) -> ItemResult:
+    """Return the result of an item with what was read of it."""
+    found = read.get(item.seq_id)
+    if found is None or item.error is not None:
+        return item
+    if found.error is not None or not (item.prompt_logprobs or item.draft):
+        return found
+    return found._replace(prompt_logprobs=item.prompt_logprobs, draft=item.draft)

@@ -50,12 +50,13 @@ class DraftModel:
         tokens: DraftTokens,
         storages: Sequence[Storage],
         groups: range,
+        ladder: GraphLadder | None = None,
     ) -> None:
         self._decoder = decoder
         self._builder, self._tokens = builder, tokens
         self._storages = tuple(storages)
         self._groups = groups
-        self.ladder: GraphLadder | None = None
+        self._ladder = ladder
 
     def guess(self, items: Sequence[ScheduledSequence]) -> DeviceDrafts | None:
         """Compute a step's tokens, and return drafts for the placeholders among them; None where there are none."""
@@ -85,7 +86,7 @@ class DraftModel:
 
     def _run(self, items: Sequence[ScheduledSequence], is_read: Sequence[bool]) -> Tensor:
         """Store keys and values of tokens; return the likeliest token after each item that is read, int64 [n]."""
-        ladder, found = self.ladder, None if self.ladder is None else few_rows_of(items)
+        ladder, found = self._ladder, None if self._ladder is None else few_rows_of(items)
         if ladder is not None and found is not None and ladder.takes(found[0]):
             rows, counts = found
             step = ladder.run(rows, self._builder, None, counts)

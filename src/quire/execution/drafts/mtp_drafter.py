@@ -41,7 +41,13 @@ class MTPDrafter:
     """
 
     def __init__(
-        self, head: MTPHead, builder: BatchBuilder, tokens: DraftTokens, storages: Sequence[Storage], groups: range
+        self,
+        head: MTPHead,
+        builder: BatchBuilder,
+        tokens: DraftTokens,
+        storages: Sequence[Storage],
+        groups: range,
+        ladder: GraphLadder | None = None,
     ) -> None:
         *self._storages, states = storages
         assert isinstance(states, StateStorage)
@@ -50,7 +56,7 @@ class MTPDrafter:
         self._head = head
         self._builder, self._tokens = builder, tokens
         self._groups = groups
-        self.ladder: GraphLadder | None = None
+        self._ladder = ladder
 
     def guess(self, items: Sequence[ScheduledSequence]) -> DeviceDrafts | None:
         """Return drafts for the placeholders among the tokens of items; None where there are none."""
@@ -85,7 +91,7 @@ class MTPDrafter:
         Returns:
             Normed hidden states of the head [n, E], which the next pass may overwrite, and the likeliest tokens [n].
         """
-        ladder = self.ladder
+        ladder = self._ladder
         if ladder is not None and ladder.takes(items):
             assert isinstance(ladder, MTPLadder)
             return ladder.run_pass(items, self._builder, hidden)

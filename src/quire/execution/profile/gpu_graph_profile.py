@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.execution.capture.captured_steps import CapturedSteps, CaptureOptions, capture_steps
+from quire.execution.capture.captured_steps import CaptureOptions, capture_steps
 from quire.execution.capture.graph_ladder import adapted_sizes, sharing_sizes
 from quire.execution.step.kv_storage import make_storages
 from quire.models.modules.decoder import Decoder
@@ -86,7 +86,7 @@ def measure_graph_bytes(
         for _ in range(2):
             before = GraphMemory.now()
             captured = capture_steps(decoder, storages, num_blocks, block_size, largest)
-            if captured == CapturedSteps():
+            if captured is None:
                 return GraphBytes()
             taken = GraphBytes.between(before, GraphMemory.now())
             del captured

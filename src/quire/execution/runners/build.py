@@ -12,7 +12,6 @@ from quire.execution.device_tokens.deferred_tokens import DeferredTokens
 from quire.execution.device_tokens.device_tokens import DraftTokens
 from quire.execution.drafts.draft_model import DraftModel
 from quire.execution.drafts.mtp_drafter import MTPDrafter
-from quire.execution.runners.graph_runner import GraphRunner
 from quire.execution.runners.runner import ModelRunner
 from quire.execution.sampling.device.deferred_sampler import DeferredSampler
 from quire.execution.sampling.device.device_sampler import DeviceSampler, warm_up
@@ -91,17 +90,16 @@ def build_runner(
             sampler = DeviceSampler(torch_device, grammar_states, keep, draws)
     if decoder.is_follower:
         sampler = FollowingSampler(torch_device)
-    own, drafter = len(decoder.cache_groups), None
+    own, drafter, steps, passes = len(decoder.cache_groups), None, None, None
+    if captured is not None:
+        steps = capture_steps(decoder, storages[:own], num_blocks[:own], block_size, captured)
+        if draft is not None and has_captured_passes(draft):
+            of_draft = storages[own:], num_blocks[own:], block_size, captured.of_draft()
+            passes = capture_steps(draft, *of_draft, first_group=own)
     if draft is not None and drafts is not None:
-        parts = builder, drafts, storages[own:], range(own, len(storages))
+        ladder = None if passes is None else passes.ladder
+        parts = builder, drafts, storages[own:], range(own, len(storages)), ladder
         drafter = MTPDrafter(draft, *parts) if isinstance(draft, MTPHead) else DraftModel(draft, *parts)
     prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)
     media = MultimodalEmbeddings(torch_device)
-    if captured is None:
-        return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, drafter, prefaulter)
-    runner = GraphRunner(decoder, storages, builder, sampler, media, host_bytes, disk, drafter, prefaulter)
-    runner.ladder, runner.pieces = capture_steps(decoder, storages[:own], num_blocks[:own], block_size, captured)
-    if draft is not None and drafter is not None and has_captured_passes(draft):
-        of_draft = storages[own:], num_blocks[own:], block_size, captured.of_draft()
-        drafter.ladder = capture_steps(draft, *of_draft, first_group=own).ladder
-    return runner
+    return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, drafter, prefaulter, steps)

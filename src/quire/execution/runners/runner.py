@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -12,6 +12,8 @@ import torch
 
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.errors import WorkerError
+from quire.execution.capture.captured_steps import CapturedSteps
+from quire.execution.capture.graph_ladder import ReplayedStep
 from quire.execution.device_tokens.deferred_tokens import DeferredTokens
 from quire.execution.drafts.draft_model import DraftModel, with_drafts
 from quire.execution.drafts.mtp_drafter import MTPDrafter
@@ -30,7 +32,7 @@ from quire.execution.step.pooling import Pooler
 from quire.memory.results import MemoryOps
 from quire.models.modules.decoder import Decoder
 from quire.platform.prefault import Prefaulter
-from quire.scheduling.decode_columns import DecodeResults, row_starts_of
+from quire.scheduling.decode_columns import DecodeItems, row_starts_of
 from quire.scheduling.plan import (
     BeamGroup,
     Candidate,
@@ -43,10 +45,7 @@ from quire.scheduling.plan import (
 
 logger = logging.getLogger(__name__)
 
-# Fields of all results, without a Python call for each.
-_ERROR: Final = attrgetter("error")
-_PROMPT_LOGPROBS: Final = attrgetter("prompt_logprobs")
-_DRAFT: Final = attrgetter("draft")
+_NEW_SEQUENCE: Final = attrgetter("new_sequence")
 
 
 class ModelRunner:
@@ -64,6 +63,7 @@ class ModelRunner:
         disk: the tier below that, if there is one.
         draft: runs a second model that makes drafts, or the first one's MTP head; None for neither.
         prefaulter: touches the memory's pages before they are used; None for none.
+        captured: captured steps of the model, which are asked first; None for none.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class ModelRunner:
         disk: DiskBlocks | None = None,
         draft: DraftModel | MTPDrafter | None = None,
         prefaulter: Prefaulter | None = None,
+        captured: CapturedSteps | None = None,
     ) -> None:
         num_own = len(decoder.cache_groups)
-        self._decoder, self.draft = decoder, draft
+        self._decoder, self.draft, self.captured = decoder, draft, captured
         self._groups = range(num_own)
         self._storages = tuple(storages[:num_own])
         self._blocks = BlockCopier(storages, host_bytes, disk)
@@ -117,25 +118,36 @@ class ModelRunner:
             use.is_stepping = False
 
     def _run(self, plan: StepPlan) -> StepResult:
+        items: Sequence[ScheduledSequence] = plan.items
         if plan.ops.copies:
             self._blocks.apply(plan.ops.copies, plan.ops.saves)
-        if plan.finished_ids or any(item.new_sequence is not None for item in plan.items):
-            self._embeddings.apply_plan(plan)
-            self._pooler.apply_plan(plan)
-            self._adapters.apply_plan(plan)
+        is_opening = not isinstance(items, DecodeItems) and any(map(_NEW_SEQUENCE, items))
+        if plan.finished_ids or is_opening:
+            changes = plan if is_opening else plan._replace(items=())
+            self._embeddings.apply_plan(changes)
+            self._pooler.apply_plan(changes)
+            self._adapters.apply_plan(changes)
         self._builder.apply_plan(plan)
-        items: Sequence[ScheduledSequence] = plan.items
         drafts = None if self.draft is None else self.draft.guess(items)
         if drafts is not None and self._sampler.masks_drafts(items):
             items = drafts.read(items)
-        self._sampler.begin_step(plan._replace(items=tuple(items)))
+        self._sampler.begin_step(plan if items is plan.items else plan._replace(items=tuple(items)))
         given = self._embeddings.rows(plan.items, row_starts_of(items)) if self._embeddings.by_sequence else None
-        counts = [item.num_draft + 1 if item.num_samples else 0 for item in items]
         is_measured = self._sampler.measures_prompts(items)  # then every row is read, else what is sampled
         reads_all = is_measured or isinstance(self.draft, MTPDrafter)
         if self._pooler.by_sequence:
             reads_all |= self._pooler.reads_all(items)
-        hidden = self._compute(items, None if reads_all else counts, given)
+        if isinstance(items, DecodeItems):
+            counts = [1] * len(items)
+        else:
+            counts = [item.num_draft + 1 if item.num_samples else 0 for item in items]
+        step = None if is_measured else self._replay(items)
+        if step is None:
+            hidden = self._compute(items, None if reads_all else counts, given)
+        else:
+            hidden = step.hidden
+            if sum(counts) < len(hidden):
+                step = step.select(end_rows(items, counts))
         if drafts is not None:  # a GPU computes meanwhile
             items = drafts.read(items)
         if isinstance(self.draft, MTPDrafter):
@@ -145,8 +157,11 @@ class ModelRunner:
             return StepResult(plan.tick, ())
         if self._pooler.by_sequence:
             self._pooler.add_rows(items, row_starts_of(items), hidden)
-        sampled = select_rows(hidden, end_rows(items, counts)) if reads_all else hidden
-        results, found = self._sample(items, plan.beams, sampled)
+        if step is not None:
+            sampled = step.hidden
+        else:
+            sampled = select_rows(hidden, end_rows(items, counts)) if reads_all else hidden
+        results, found = self._sample(items, counts, plan.beams, sampled, step)
         if is_measured:
             results = [
                 with_prompt_logprobs(result, self._sampler.prompt_targets(item), hidden[start:], self._decoder)
@@ -156,30 +171,46 @@ class ModelRunner:
             results = with_drafts(results, plan.items, items)
         return StepResult(plan.tick, tuple(results), found)
 
+    def _replay(self, items: Sequence[ScheduledSequence]) -> ReplayedStep | None:
+        """Replay a captured step, if there is one for the items, and they need nothing but the model and adapters."""
+        if self.captured is None:
+            return None
+        others = self._embeddings.by_sequence, self._pooler.by_sequence
+        if any(others) and any(item.seq_id in known for known in others for item in items):
+            return None
+        return self.captured.replay(items, self._builder, self._adapters)
+
     def _compute(self, items: Sequence[ScheduledSequence], counts: Sequence[int] | None, given: Any) -> torch.Tensor:
         """Return the hidden states of the last rows of items, `counts` of each; of all rows where it is None."""
-        batch = self._builder.lay_out(items, self._groups)
-        read = None if counts is None else self._builder.lay_out_ends(items, counts, self._groups)
-        adapters = self._adapters.rows(items, None if read is None else counts) if self._adapters.by_sequence else None
-        return self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read, adapters)
+        adapters, groups = self._adapters, self._groups
+        if self.captured is not None and given is None:
+            hidden = self.captured.replay_pieces(items, self._builder, adapters, groups)
+            if hidden is not None:
+                return hidden if counts is None else select_rows(hidden, end_rows(items, counts))
+        batch = self._builder.lay_out(items, groups)
+        read = None if counts is None else self._builder.lay_out_ends(items, counts, groups)
+        adapted = adapters.rows(items, None if read is None else counts) if adapters.by_sequence else None
+        return self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read, adapted)
 
     def _sample(
-        self, items: Sequence[ScheduledSequence], beams: Sequence[BeamGroup], hidden: torch.Tensor
+        self,
+        items: Sequence[ScheduledSequence],
+        counts: Sequence[int],
+        beams: Sequence[BeamGroup],
+        hidden: torch.Tensor,
+        step: ReplayedStep | None,
     ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
-        """Draw the tokens of all items from the hidden states of their last rows, [R, E].
-
-        Of an item with drafts these are the rows of the drafts, and of the token before them.
-        """
-        sampled = [item for item in items if item.num_samples]
+        """Draw the tokens of all items."""
+        sampled = items if all(counts) else [item for item in items if item.num_samples]
         known: dict[int, ItemResult] = {}
         if self._pooler.by_sequence:
             sampled, hidden, known = self._pooler.take(sampled, hidden)
         found: tuple[tuple[Candidate, ...], ...] = ()
         if not sampled:
             return [known.get(item.seq_id) or ItemResult(item.seq_id, ()) for item in items], found
-        drawn = None if beams else self._draw_likeliest(sampled, hidden)
+        drawn = None if beams or self._decoder.ranks is None else self._draw_likeliest(sampled, hidden)
         if drawn is None:
-            drawn, found = self._draw(sampled, hidden, beams)
+            drawn, found = self._draw(sampled, hidden, beams, step)
         if len(sampled) == len(items):
             return drawn, found
         known |= {result.seq_id: result for result in drawn}
@@ -191,14 +222,21 @@ class ModelRunner:
         return None if found is None else self._sampler.take_likeliest(*found, sampled)
 
     def _draw(
-        self, sampled: Sequence[ScheduledSequence], hidden: torch.Tensor, beams: Sequence[BeamGroup]
+        self,
+        sampled: Sequence[ScheduledSequence],
+        hidden: torch.Tensor,
+        beams: Sequence[BeamGroup],
+        step: ReplayedStep | None,
     ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
-        """Draw from the logits of `hidden`; see `_sample`."""
-        logits = self._decoder.logits(hidden)
+        """Draw from the logits of a replayed step, or of `hidden`; see `_sample`."""
+        if step is not None and not beams and self._decoder.ranks is None:
+            logits, positions = step.outputs, step.next_positions
+        else:
+            logits, positions = self._decoder.logits(hidden), None
         try:
             if beams:
                 return sample_beams(self._sampler, logits, sampled, beams)
-            return self._sampler.sample(logits, sampled), ()
+            return self._sampler.sample(logits, sampled, positions), ()
         except Exception:
             logger.exception("sampling %d sequences at once failed; each is sampled by itself", len(sampled))
         del logits  # it may have failed for want of memory, which the error kept until here
@@ -229,10 +267,7 @@ class InProcessExecutor:
             return LaunchedStep.failed(error)
         if deferred is None:
             return LaunchedStep(lambda: launched)
-        if any(map(_ERROR, launched.items)):
-            deferred.add_failed([item.seq_id for item in launched.items if item.error is not None])
-        reads = deferred.take_reads()
-        return LaunchedStep(lambda: _read(launched, reads))
+        return LaunchedStep(deferred.reader_of(launched))
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
@@ -262,33 +297,6 @@ class InProcessExecutor:
     def close(self) -> None:
         """Drop the runner, and with it the weights and the KV memory."""
         self._runner = None
-
-
-def _read(launched: StepResult, reads: Sequence[Callable[[], Sequence[ItemResult]]]) -> StepResult:
-    """Wait for the tokens of a step, and return its result."""
-    try:
-        parts = [read() for read in reads]
-    except Exception as error:
-        raise step_error(f"step {launched.tick} failed in the data plane", error) from error
-    if not parts:
-        return launched
-    is_whole = len(parts) == 1 and len(parts[0]) == len(launched.items)
-    if is_whole and isinstance(parts[0], DecodeResults):
-        return launched._replace(items=parts[0])
-    if is_whole and not any(any(map(field, launched.items)) for field in (_ERROR, _PROMPT_LOGPROBS, _DRAFT)):
-        return launched._replace(items=tuple(parts[0]))
-    read = {result.seq_id: result for part in parts for result in part}
-    return launched._replace(items=tuple([_complete(item, read) for item in launched.items]))
-
-
-def _complete(item: ItemResult, read: dict[int, ItemResult]) -> ItemResult:
-    """Return the result of an item with what was read of it."""
-    found = read.get(item.seq_id)
-    if found is None or item.error is not None:
-        return item
-    if found.error is not None or not (item.prompt_logprobs or item.draft):
-        return found
-    return found._replace(prompt_logprobs=item.prompt_logprobs, draft=item.draft)
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -97,7 +97,12 @@ class Sampler:
         if not state.is_plain:
             self._special[seq_id] = state
 
-    def sample(self, logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        items: Sequence[ScheduledSequence],
+        positions: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> list[ItemResult]:
         """Sample every item's tokens.
 
         A row whose logits are not finite is an error of its item alone, unless a draft before it is rejected.
@@ -105,6 +110,7 @@ class Sampler:
         Args:
             logits: float32 [R, V], overwritten: the rows of each item's last token, and of the `num_draft` before it.
             items: those with `num_samples` of at least 1, in any order; no item's result depends on the others.
+            positions: position of the token that each row samples, int64 [R] on the device, if it is there.
         """
         if self.is_greedy(items):
             results = self.take_likeliest(*logits.max(-1), items)
