@@ -10,11 +10,11 @@ from quire.platform.numa import allowed_cpus, nodes_of, share_cores
 
 
 class CpuSets(NamedTuple):
-    """Hardware threads of each rank of this host; none where they may run anywhere.
+    """Hardware threads of each rank of this host; empty if ranks are not bound.
 
     Args:
         shares: hardware threads by the rank's number on this host.
-        is_chosen: True where the user has chosen them.
+        is_chosen: True if the user has listed them (`cpu_bind`).
         num_nodes: number of NUMA nodes.
     """
 
@@ -24,7 +24,7 @@ class CpuSets(NamedTuple):
 
     @classmethod
     def of(cls, option: str, num_local: int) -> CpuSets:
-        """Return the sets that the option `cpu_bind` means on this host."""
+        """Return the sets for the option `cpu_bind` on this host."""
         lists, allowed = cpu_lists(option), allowed_cpus()
         if lists is None:
             nodes = nodes_of(allowed) if allowed and option != NONE else []
@@ -48,7 +48,7 @@ class CpuSets(NamedTuple):
         return len(self.shares[local_rank]) if self.is_chosen else max(1, num_cores // len(self.shares))
 
     def cores(self, local_rank: int, num_threads: int) -> tuple[int, ...]:
-        """Return the hardware threads of a rank's threads; none where ranks cannot have their own."""
+        """Return the hardware threads that a rank's threads are bound to; none if there are too few in all."""
         if all(num_threads <= len(each) for each in self.shares) or self.is_chosen:
             own = self.shares[local_rank]
             return own[:num_threads] if num_threads <= len(own) else ()
@@ -58,5 +58,5 @@ class CpuSets(NamedTuple):
         return tuple(every[first : first + num_threads]) if num_threads * len(self.shares) <= len(every) else ()
 
     def home(self, local_rank: int) -> tuple[int, ...]:
-        """Return the hardware threads on which a rank's memory is to lie; none where that is all the same."""
+        """Return hardware threads on the NUMA nodes for a rank's memory; none if every node will do."""
         return self.shares[local_rank] if self.is_chosen or self.num_nodes > 1 else ()

@@ -1,4 +1,4 @@
-"""A group of ranks whose tensors lie on devices: only the commands of rank 0 go through the memory of hosts."""
+"""A group of ranks whose tensors are on devices: only the commands of rank 0 go through host memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE_BYTES: Final = 8
 
 
 class StagedTransport(DeviceTransport):
-    """A transport whose tensors are copied to the host, summed there, and copied back: where torch has no NCCL."""
+    """A transport that copies tensors to the host, sums them there and copies them back: used without NCCL."""
 
     def __init__(self, host: Transport, device: torch.device) -> None:
         super().__init__(host, device, f"{host.name}, through host memory")
@@ -52,7 +52,7 @@ class StagedTransport(DeviceTransport):
 class DeviceRankGroup(RankGroup):
     """The ranks of a model on devices.
 
-    Rows for the output head go from device to device; the message that comes before them says how many.
+    Rows for the output head go from device to device, after a message with their number.
     """
 
     def __init__(self, transport: DeviceTransport, timeout_s: float, *, divides_experts: bool = False) -> None:
@@ -86,9 +86,9 @@ class DeviceRankGroup(RankGroup):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """See `RankGroup`: a host that waits for its device cannot know by itself that other ranks do not come.
+        """See `RankGroup`: a host that waits for its device cannot notice that another rank has failed.
 
-        The other ranks wait for rank 0 alone, whose end they notice.
+        Other ranks than 0 need no watch: they wait for rank 0 only, and notice its end.
         """
         if self.rank:
             yield
@@ -106,7 +106,7 @@ class DeviceRankGroup(RankGroup):
             self._round = None
 
     def look(self) -> bool:
-        """Say whether a round goes on: one that starts nothing for some time waits for another rank, and ends here."""
+        """Report a silent rank if a round has started no operation for `timeout_s`; return False then, else True."""
         now = self._round, self._devices.num_started
         if now[0] is None or now != self._seen:
             self._seen, self._since = now, time.monotonic()
@@ -117,7 +117,7 @@ class DeviceRankGroup(RankGroup):
 
 
 def _watch(group: weakref.ref[DeviceRankGroup], interval_s: float) -> None:
-    """Look at a group now and then, as long as it is there."""
+    """Call `look` of a group at intervals, until it returns False or the group is deleted."""
     while True:
         time.sleep(interval_s)
         watched = group()
@@ -127,5 +127,5 @@ def _watch(group: weakref.ref[DeviceRankGroup], interval_s: float) -> None:
 
 
 def silent_rank(size: int, timeout_s: float) -> RankFailed:
-    """Return the error of a rank that does not answer; which one of several it is, devices do not tell."""
+    """Return the error of a rank that does not answer; -1 if it can be one of several, as devices do not tell."""
     return RankFailed(1 if size == 2 else -1, f"did not answer within {timeout_s:g} s")

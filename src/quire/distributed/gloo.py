@@ -1,4 +1,4 @@
-"""Sums and links between ranks by torch's gloo: between hosts, and where there are no native kernels."""
+"""Sums and links between ranks by torch's gloo: between hosts, or without native kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.config import ParallelConfig
 from quire.distributed.pipeline import PipelineGroup, RankGrid, connect_stages
 from quire.distributed.transport import IDLE, Transport, gather_columns, reaching, sum_in_order
 
-# Its types leave out what builds without gloo lack.
+# Untyped: torch's types lack the names that builds without gloo lack.
 dist: Any = torch.distributed
 
 # Time that the threads of a group have to end.
@@ -30,7 +30,7 @@ class GlooTransport:
         store: store through which the ranks find each other.
         rank: number of this rank.
         size: number of ranks.
-        timeout_s: time within which a rank that lives must take part in an operation.
+        timeout_s: time within which every rank must take part in an operation.
         hostname: name or address of this host's interface; None for the one that its name resolves to.
     """
 
@@ -41,7 +41,7 @@ class GlooTransport:
         self._group = make_group(store, rank, size, timeout_s, hostname)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See `Transport`; parts are gathered and added in order, as in shared memory, so that bits are equal."""
+        """See `Transport`; parts are gathered and added in rank order, so the bits are the same as in shared memory."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with reaching():
             self._group.allgather([parts], [x]).wait()
@@ -96,7 +96,7 @@ class GlooLink:
     def __init__(self, group: Any, peer: int, timeout_s: float) -> None:
         self._group, self._peer, self._timeout = group, peer, timedelta(seconds=timeout_s)
         self._turn = 0
-        # Messages that are under way, with their memory: the receiver may be busy with earlier ones.
+        # Sends in progress, and their tensors, which must stay alive: the receiver may be busy with earlier messages.
         self._sent: list[tuple[Any, Tensor]] = []
 
     def send(self, x: Tensor) -> None:
@@ -116,7 +116,7 @@ class GlooLink:
         """Do nothing: the connections of a process that ends are closed, which ends the waits for it."""
 
     def close(self) -> None:
-        """End the group, with that of the other link of this rank; see `end_group`."""
+        """Drop this link's group of processes, which both links of the rank share; see `end_group`."""
         group, self._group = [self._group], None
         self._sent.clear()
         end_group(group)
@@ -125,8 +125,8 @@ class GlooLink:
 def end_group(group: list[Any]) -> None:
     """Drop a group of processes, alone in a list, and wait until its threads have ended.
 
-    They take the interpreter's lock once more after an operation. One that did so while the interpreter ends would end
-    the process with an abort. A thread that still waits for another rank is left behind after some time.
+    They take the interpreter's lock once more after an operation; doing so while the interpreter ends would abort the
+    process. This waits at most `END_TIMEOUT_S`, since a thread may still wait for another rank.
     """
     ending = threading.Thread(target=group.clear, name="quire-gloo-end", daemon=True)
     ending.start()

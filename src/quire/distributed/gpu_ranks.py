@@ -1,4 +1,4 @@
-"""The devices of ranks: each takes the GPU of its number on its host, and tensors go between them by NCCL."""
+"""The devices of ranks: each rank uses the GPU of its number on its host, and NCCL moves tensors between them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """Device of a rank, as far as the others must have one like it.
+    """Properties of a rank's device, which must be the same on all ranks.
 
     Args:
         kind: "cpu" or "cuda".
-        has_bfloat16: False on a GPU without.
-        uses_nccl: True where NCCL moves tensors between GPUs.
+        has_bfloat16: False for a GPU without bfloat16.
+        uses_nccl: True if NCCL moves tensors between GPUs.
     """
 
     kind: str
@@ -52,7 +52,7 @@ def has_nccl() -> bool:
     """Return whether PyTorch was built with NCCL."""
     import torch.distributed
 
-    dist: Any = torch.distributed  # its types leave out what some builds lack
+    dist: Any = torch.distributed  # untyped: torch's types lack the names that some builds lack
     return bool(dist.is_available() and dist.is_nccl_available())
 
 
@@ -65,7 +65,7 @@ def device_of_ranks(option: str, config: ParallelConfig, num_local: int) -> str:
         num_local: number of ranks on this host.
 
     Raises:
-        ConfigError: the host has fewer GPUs than ranks; stages on GPUs; NCCL was asked for, and cannot be had.
+        ConfigError: the host has fewer GPUs than ranks; stages on GPUs; NCCL was requested and is unavailable.
     """
     device = pick_device(option)
     backend = config.all_reduce_backend
@@ -102,13 +102,13 @@ def device_of_ranks(option: str, config: ParallelConfig, num_local: int) -> str:
 
 
 def join_devices(ranks: Ranks, config: ParallelConfig, device: str, place: TorchrunPlace | None) -> None:
-    """Take this rank's device, and let the model's tensors go between those of all ranks; all of them call this.
+    """Select this rank's device, and connect the devices of all ranks for the model's tensors; all ranks call this.
 
     Args:
-        ranks: the ranks, connected by their hosts' memory or by sockets.
+        ranks: the ranks, connected by shared memory or by sockets; on GPUs, `gpu` and `group` are set here.
         config: options of the ranks.
-        device: device of this host's ranks, of `device_of_ranks`.
-        place: place among the processes of torchrun; None where Quire has started the ranks.
+        device: device of this host's ranks, the result of `device_of_ranks`.
+        place: place among the processes of torchrun; None if Quire has started the ranks.
 
     Raises:
         ConfigError: ranks have devices that cannot share a model.
@@ -138,7 +138,7 @@ def join_devices(ranks: Ranks, config: ParallelConfig, device: str, place: Torch
 
 
 def _agree(ranks: Ranks, own: RankDevice, place: TorchrunPlace | None) -> Callable[[], Any]:
-    """Check that all ranks have such a device; return what opens the store through which their GPUs find each other."""
+    """Check that all ranks have such a device; return a function that opens the store in which NCCL connects them."""
     import torch.distributed
 
     dist: Any = torch.distributed
@@ -158,7 +158,7 @@ def _agree(ranks: Ranks, own: RankDevice, place: TorchrunPlace | None) -> Callab
 
 
 def check_alike(first: RankDevice, other: RankDevice, rank: int) -> None:
-    """Refuse a rank whose device differs from that of rank 0 in what results or sums depend on."""
+    """Refuse a rank whose device differs from rank 0's in a property of `RankDevice`."""
     if other.kind != first.kind:
         raise ConfigError(
             f"device must be the same on all ranks: it is {first.kind!r} on rank 0 and {other.kind!r} on rank {rank}; "
@@ -187,7 +187,7 @@ def _torchrun_store(dist: Any, place: TorchrunPlace | None) -> Any:
 
 
 def while_all_live(links: RankLinks, call: Callable[[], T], timeout_s: float = START_TIMEOUT_S) -> T:
-    """Return the result of a call that waits for all other ranks; it is left behind where one of them has failed."""
+    """Return the result of a call, made in a thread, that waits for all other ranks; raise if one of them fails."""
     results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def work() -> None:
@@ -212,7 +212,7 @@ def while_all_live(links: RankLinks, call: Callable[[], T], timeout_s: float = S
 
 
 def on_gpu(gpu: int | None, call: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Return a function for another thread, which computes on a GPU: a thread begins with that of number 0.
+    """Return a function that calls `call` on a GPU, for another thread: a new thread's current GPU is number 0.
 
     Args:
         gpu: number of the GPU; None for a rank on a CPU.

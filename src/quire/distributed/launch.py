@@ -48,7 +48,7 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
             descriptors of its connection and of shared memory, -1 for none.
 
     Raises:
-        ConfigError: the ranks cannot share memory, which was asked for, or cannot have the cores of `cpu_bind`.
+        ConfigError: shared memory was requested and is unavailable, or the ranks cannot have the cores of `cpu_bind`.
         WorkerError: a process does not start.
     """
     size = config.num_ranks
@@ -76,11 +76,11 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
             setup = {"options": options, "parallel": asdict(config), "store": store, "cpus": cpus}
             for rank in sockets:
                 links.send_fact(rank, setup)
-            # Ranks answer when their imports are done: what comes before the first sum may take long.
+            # Ranks answer when their imports are done, which may take longer than the group's timeout.
             for rank in sockets:
                 links.receive_fact(rank, START_TIMEOUT_S)
             group = make_group(library, memory, LEADER, config, store)
-            # They may still read the store, which is removed now.
+            # The store is removed after this, so wait until all ranks have read it.
             for rank in sockets:
                 links.receive_fact(rank, START_TIMEOUT_S)
         except BaseException:
@@ -91,7 +91,7 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
 
 
 def join_ranks(rank: int, connection: int, memory: int) -> tuple[Ranks, dict[str, Any]]:
-    """Connect a process that `start_ranks` has started; return the ranks, and what rank 0 tells."""
+    """Connect a process that `start_ranks` has started; return the ranks, and the `options` of rank 0's call."""
     links = RankLinks(rank, {LEADER: socket.socket(fileno=connection)})
     setup = links.receive_fact(LEADER, START_TIMEOUT_S)
     library = find_library() if memory >= 0 else None
@@ -105,7 +105,7 @@ def join_ranks(rank: int, connection: int, memory: int) -> tuple[Ranks, dict[str
 
 
 def pick_library(backend: str) -> NativeLibrary | None:
-    """Return the kernels for sums in shared memory; None for gloo."""
+    """Return the native kernels for sums in shared memory; None for gloo."""
     if backend == "gloo":
         return None
     library = find_library()
@@ -135,7 +135,7 @@ def make_group(
     hostname: str | None = LOCAL,
     sums: Transport | None = None,
 ) -> RankGroup:
-    """Return the group of a rank: in shared memory, or without a library by gloo."""
+    """Return the group of a rank: in shared memory, or by gloo if `library` is None."""
     size, timeout_s, is_pipeline = config.num_ranks, config.distributed_timeout_s, config.pipeline_parallel_size > 1
     if library is not None:
         if is_pipeline:
@@ -146,7 +146,7 @@ def make_group(
 
     from quire.distributed.gloo import GlooTransport, connect_by_gloo
 
-    dist: Any = torch.distributed  # its types leave out what some builds lack
+    dist: Any = torch.distributed  # untyped: torch's types lack the names that some builds lack
     if isinstance(store, str):
         store = dist.FileStore(store, size)
     if is_pipeline:
@@ -157,7 +157,7 @@ def make_group(
 
 
 def describe_end(process: subprocess.Popen[bytes]) -> str:
-    """Say how a process has ended."""
+    """Describe how a process has ended."""
     try:
         code = process.wait(1.0)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """Connections between rank 0 and each other rank: for facts at the start, errors, and the end of a process.
 
-The system closes the connections of a process that ends, however it ends. So each process has a thread that reads its
-connections, and knows of the end of another within milliseconds. Messages are lines of JSON.
+The system closes the connections of a process that ends, for any reason. A thread of each process reads the
+connections, so it notices the end of another process within milliseconds. Messages are lines of JSON.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ class RankLinks:
             raise self.failure
 
     def wait_for_failure(self, timeout_s: float) -> WorkerError | ConfigError | None:
-        """Return the error of a rank that has failed; None where none has within some time."""
+        """Return the error of a failed rank; None if none fails within `timeout_s`."""
         self._failed.wait(timeout_s)
         return self.failure
 
     def report(self, error: BaseException) -> None:
-        """Tell all others that this rank cannot go on."""
+        """Send an error of this rank to all linked ranks."""
         for rank in self._sockets:
             self._send(rank, {"error": error_to_json(error), "rank": self._rank})
 
     def fail(self, error: WorkerError | ConfigError) -> None:
-        """Record that a rank has failed, and tell others; the first failure counts."""
+        """Record a rank's failure, unless one is recorded; rank 0 sends it to the other ranks."""
         with self._lock:
             if self.failure is not None or self._is_closing:
                 return
@@ -100,7 +100,7 @@ class RankLinks:
             self.on_failure(error)
 
     def close(self) -> None:
-        """Close the connections: what the others do now is no failure; may be called twice."""
+        """Close the connections; the end of another rank is no failure from now on. May be called twice."""
         self._is_closed = True
         with self._lock:
             self._is_closing = True

@@ -1,4 +1,4 @@
-"""Sums between ranks on GPUs by torch's NCCL; messages of rank 0 stay on a transport of hosts."""
+"""Sums between ranks on GPUs by torch's NCCL; messages of rank 0 use a transport between hosts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.distributed import distributed_c10d
 from quire.distributed.transport import IDLE, DeviceTransport, Transport, gather_columns, reaching, sum_in_order
 from quire.errors import RankFailed
 
-# Their types leave out what builds without NCCL lack.
+# Untyped: torch's types lack the names that builds without NCCL lack.
 dist: Any = torch.distributed
 c10d: Any = distributed_c10d
 
 logger = logging.getLogger(__name__)
 
-# Parts up to this size are gathered whole by all ranks, in one operation; of larger ones each rank sums a slice.
+# Tensors up to this size are gathered whole by all ranks, in one operation; each rank sums a slice of larger ones.
 WHOLE_BYTES: Final = 1 << 18
 # Time that the end of a communicator may take before this process goes on without it.
 ABORT_TIMEOUT_S: Final = 10.0
@@ -32,9 +32,8 @@ ABORT_TIMEOUT_S: Final = 10.0
 class NcclTransport(DeviceTransport):
     """A rank's part of a group of GPUs.
 
-    Sums are those of `GlooTransport`, to the bit: NCCL moves parts, and they are added here, in the order of the ranks
-    and in float32. All is queued on the current stream, and nothing here waits for the device, so that a captured step
-    can have it.
+    Sums have the same bits as in `GlooTransport`: NCCL moves the parts, which are added here, in rank order and in
+    float32. All operations are queued on the current stream and none waits for the device, so they can be captured.
     """
 
     def __init__(self, group: Any, host: Transport, device: torch.device) -> None:
@@ -56,13 +55,13 @@ class NcclTransport(DeviceTransport):
         return self._sum_slices(x, residual)
 
     def _gather_whole(self, x: Tensor) -> Tensor:
-        """Return what each rank has for `x` [N], [ranks * N]."""
+        """Return `x` [N] of all ranks in rank order, [ranks * N]."""
         parts = x.new_empty(self.size * x.numel())
         self._run(lambda: self._group._allgather_base(parts, x, _options(c10d.AllgatherOptions)))
         return parts
 
     def _sum_slices(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Return the sum, of which each rank adds up a slice: as few bytes travel as in a ring."""
+        """Return the sum: each rank sums a slice, then slices are gathered; as few bytes are moved as in a ring."""
         length = -(-x.numel() // self.size)
         mine = slice(self.rank * length, (self.rank + 1) * length)
         padded = _padded(x.view(-1), self.size * length)
@@ -100,7 +99,7 @@ class NcclTransport(DeviceTransport):
         try:
             with reaching():
                 work = start()
-                if work is not None:  # what is not queued on the current stream has to be waited for
+                if work is not None:  # the operation is not queued on the current stream
                     work.wait()
         except RankFailed:
             self._check()
@@ -111,19 +110,19 @@ class NcclTransport(DeviceTransport):
             raise self._failure
 
     def fail(self, rank: int) -> None:
-        """See `Transport`: kernels that wait for other ranks end, and with them what a host waits for."""
+        """See `Transport`: aborts kernels that wait for other ranks, and so ends the waits of hosts for them."""
         with self._lock:
             self._failure = self._failure or RankFailed(rank, "has ended")
         self._host.fail(rank)
         self._end()
 
     def close(self) -> None:
-        """End the communicator, which takes part in nothing any more."""
+        """End the communicator."""
         self._end().join(ABORT_TIMEOUT_S)
         self._host.close()
 
     def _end(self) -> threading.Thread:
-        """End the communicator in another thread, once: that may take long, and whoever noticed a failure goes on."""
+        """End the communicator, in a thread that is started once: this may take long, and the caller continues."""
         with self._lock:
             if self._abort is None:
                 self._abort = threading.Thread(target=self._abort_group, name="quire-nccl-abort", daemon=True)
@@ -138,12 +137,12 @@ class NcclTransport(DeviceTransport):
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
-    """Return `x` [N] with zeros behind it, [length]."""
+    """Return `x` [N] padded with zeros, [length]."""
     return x if len(x) == length else torch.nn.functional.pad(x, (0, length - len(x)))
 
 
 def _options(kind: Any) -> Any:
-    """Return options of an operation on the current stream, in place of one of NCCL's own."""
+    """Return options of an operation that is queued on the current stream, not on a stream of NCCL."""
     options = kind()
     options.asyncOp = False
     return options
@@ -151,9 +150,9 @@ def _options(kind: Any) -> Any:
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Make a process group without torch's watch over it, which ends the whole process where a rank does not answer.
+    """Make process groups without torch's watchdog, which ends the whole process if a rank does not answer.
 
-    Here requests must end with an error, and the engine's program goes on: `DeviceRankGroup` and the links watch.
+    Here requests must end with an error, and the program continues: `DeviceRankGroup` and the links watch ranks.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)

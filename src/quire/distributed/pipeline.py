@@ -1,18 +1,18 @@
-"""A group of ranks with a stage of the model each, and the links on which hidden states go from stage to stage.
+"""A group of ranks with a stage of the model each, and the links that carry hidden states from stage to stage.
 
 ```
  ranks 2, 3   -- hidden -->  ranks 4, 5   -- hidden -->  ranks 0, 1
  stage 0                     stage 1                     last stage; on rank 0 sampling, engine
 ```
 
-Rank 0, which has the texts and draws tokens, has the last stage: so tokens reach the first stage with the commands that
-all ranks repeat, and nothing else travels. All ranks plan alike, so a receiver knows the shape of what comes.
+Rank 0, which samples tokens, has the last stage. So tokens reach the first stage with the commands that all ranks
+repeat, and only hidden states are sent in addition. All ranks plan alike, so a receiver knows their shape.
 
-Where tensor parallel ranks share a stage, they sum among themselves, and all have the same hidden states: each sends
-them to the rank with its own number in the stage behind.
+Tensor parallel ranks of a stage sum among themselves, and all have the same hidden states: each sends them to the rank
+with its own number in the next stage.
 
-A sender never waits for the receiver of an earlier microbatch, or ranks could wait for each other: a link has as many
-channels as there are microbatches.
+A sender must not wait for the receiver of an earlier microbatch, or ranks could wait for each other in a circle: a link
+has a channel for each microbatch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from quire.config import ParallelConfig
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.transport import StageLink, Transport
 
-# Bytes of the longest message: larger ones would go in parts, which wait for the receiver. Memory is taken only where
-# messages are written.
+# Bytes of the longest message: larger ones would be sent in parts, which wait for the receiver. The system allocates
+# only pages that messages are written to.
 MAX_MESSAGE_BYTES: Final = 1 << 28
 
 
@@ -37,7 +37,7 @@ class RankGrid(NamedTuple):
 
     ```
                   stage 0   stage 1   last stage
-     tensor 0     rank 2    rank 4    rank 0        two ranks a stage: those of a stage have numbers in a row, so that
+     tensor 0     rank 2    rank 4    rank 0        two ranks per stage: ranks of a stage have consecutive numbers, so
      tensor 1     rank 3    rank 5    rank 1        torchrun starts them on one host
     ```
 
@@ -51,7 +51,7 @@ class RankGrid(NamedTuple):
 
     @classmethod
     def of(cls, config: ParallelConfig) -> RankGrid:
-        """Return the grid that the options mean."""
+        """Return the grid for the options."""
         return cls(config.pipeline_parallel_size, config.tensor_parallel_size)
 
     @property
@@ -61,11 +61,11 @@ class RankGrid(NamedTuple):
 
     @property
     def commanded(self) -> tuple[int, ...]:
-        """Ranks of the group in which rank 0 sends commands: itself, and all that are not in its stage."""
+        """Ranks of the group in which rank 0 sends commands: itself, and all ranks of other stages."""
         return (0, *range(self.tensor_size, self.size))
 
     def stage_of(self, rank: int) -> int:
-        """Return the stage of a rank: the last one is that of rank 0."""
+        """Return the stage of a rank; rank 0 has the last stage."""
         return (rank // self.tensor_size - 1) % self.num_stages
 
     def tensor_rank_of(self, rank: int) -> int:
@@ -88,11 +88,11 @@ class PipelineGroup(RankGroup):
     Args:
         rank: number of this rank.
         grid: stages and their ranks.
-        commands: mover of the commands of rank 0 between `grid.commanded`; None on the other ranks of the last stage,
-            which get them from `tensor`.
-        source: link from the stage before; None on the first stage.
-        target: link to the stage behind; None on the last one.
-        tensor: the tensor parallel ranks of this rank's stage; None where it is alone there.
+        commands: transport of rank 0's commands to `grid.commanded`; None on the other ranks of the last stage, which
+            get them from `tensor`.
+        source: link from the previous stage; None on the first stage.
+        target: link to the next stage; None on the last one.
+        tensor: the tensor parallel ranks of this rank's stage; None if it is alone there.
 
     Attributes:
         grid, tensor: the arguments of these names.
@@ -120,32 +120,32 @@ class PipelineGroup(RankGroup):
         self._source, self._target = source, target
 
     def send(self, x: Tensor) -> None:
-        """Send hidden states to the stage behind."""
+        """Send hidden states to the next stage."""
         assert self._target is not None, "nothing follows the last stage"
         self._target.send(x.contiguous())
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the hidden states of the stage before, of this shape and dtype."""
+        """Return the next hidden states of the previous stage, of this shape and dtype."""
         assert self._source is not None, "nothing comes before the first stage"
         x = torch.empty(*shape, dtype=dtype)
         self._source.receive(x)
         return x
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the sum of `x` over all ranks of all stages, while none of them is in a step; see `RankGroup`."""
+        """Return the sum of `x` over all ranks of all stages, outside of steps; see `RankGroup`."""
         if self.tensor is None:
             return super().all_reduce(x, residual)
         total = self.tensor.all_reduce(x)
         if self.rank in self.grid.commanded:
-            # In the group of commands, each stage's sum is that of its first rank.
+            # In the group of commands, the first rank of each stage contributes its stage's sum.
             is_first = self.grid.tensor_rank_of(self.rank) == 0
             total = super().all_reduce(total if is_first else torch.zeros_like(total))
-        if not self.runs_ahead:  # of this stage, rank 0 alone has that
+        if not self.runs_ahead:  # in this stage, only rank 0 has the total
             total = self.tensor.all_reduce(total if self.rank == 0 else torch.zeros_like(total))
         return total if residual is None else total + residual
 
     def send_commands(self, commands: bytes) -> None:
-        """See `RankGroup`: first to the other stages, where steps begin, then to the ranks of this one."""
+        """See `RankGroup`: first to the other stages, since steps begin there, then to the ranks of this one."""
         super().send_commands(commands)
         if self.tensor is not None:
             self.tensor.send_commands(commands)
@@ -154,7 +154,7 @@ class PipelineGroup(RankGroup):
         """See `RankGroup`."""
         if self.tensor is None or self.runs_ahead:
             return super().receive_commands()
-        return self.tensor.receive_commands()  # some came while the head was served
+        return self.tensor.receive_commands()  # possibly commands that arrived during `serve_head`
 
     def fail(self, rank: int) -> None:
         """See `RankGroup`."""
@@ -178,7 +178,7 @@ def connect_stages(
     link: Callable[[int], StageLink],
     sums: Transport | None = None,
 ) -> PipelineGroup:
-    """Return the group of a rank; all ranks join its parts in one order, since each waits for the others of a group."""
+    """Return the group of a rank. All ranks join its parts in the same order, since joining waits for all members."""
     grid = RankGrid.of(config)
     stage, commands, tensor = grid.stage_of(rank), None, None
     if rank in grid.commanded:

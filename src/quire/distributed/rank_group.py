@@ -1,4 +1,4 @@
-"""A group of ranks as the model and the engine use it: sums, logits, and the commands of rank 0."""
+"""A group of ranks, for the model and the engine: sums, logits, and the commands of rank 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from quire.distributed.transport import Transport
 
-# Kinds of messages of rank 0. What follows begins at a multiple of the size of any value.
+# Kinds of messages of rank 0. The header's size is a multiple of every dtype's size, so the content is aligned.
 COMMANDS, ROWS, LIKELIEST = 0, 1, 2
 HEADER_BYTES: Final = 8
 _HEADERS: Final = tuple(kind.to_bytes(HEADER_BYTES, "little") for kind in (COMMANDS, ROWS, LIKELIEST))
@@ -23,13 +23,13 @@ class RankGroup:
     """The ranks of a model.
 
     Args:
-        transport: mover of numbers between them.
-        divides_experts: True where each rank has whole experts, in place of columns of each expert.
+        transport: operations between them.
+        divides_experts: True if each rank has whole experts (expert parallel), not columns of each expert.
 
     Attributes:
-        rank, size: number of this rank, and of ranks.
+        rank, size: number of this rank, and number of ranks.
         divides_experts: the argument.
-        runs_ahead: True where this rank executes plans as soon as they are made, and not together with rank 0.
+        runs_ahead: True if this rank executes plans as soon as they are made, not in lockstep with rank 0.
     """
 
     runs_ahead = False
@@ -44,7 +44,7 @@ class RankGroup:
         return self.transport.all_reduce(x.contiguous(), None if residual is None else residual.contiguous())
 
     def is_true_of_all(self, value: bool) -> bool:
-        """Return whether something is true on every rank; all call it."""
+        """Return whether `value` is True on every rank; all ranks call it."""
         return bool(self.all_reduce(torch.tensor([float(value)]))[0] == self.size)
 
     def fail(self, rank: int) -> None:
@@ -52,18 +52,18 @@ class RankGroup:
         self.transport.fail(rank)
 
     def close(self) -> None:
-        """Let go of what the group holds; it takes part in nothing any more."""
+        """Release the resources of the group, which cannot be used any more."""
         self.transport.close()
 
     # ---- the output head, whose columns are divided ----
 
     def head(self, hidden: Tensor, product: Callable[[Tensor], Tensor], widths: Sequence[int]) -> Tensor:
-        """Return the product [R, sum of widths] of hidden states [R, E], of which each rank computes its columns.
+        """Return the product [R, sum of widths] of hidden states [R, E]; each rank computes its columns.
 
-        It is called on rank 0, while the others are in `serve_head`: rows travel, so that these need not know which.
+        It is called on rank 0, while the others are in `serve_head`: they get the rows, so need not know their indices.
 
         Args:
-            hidden: rows of all columns' product.
+            hidden: the rows.
             product: function that returns this rank's columns.
             widths: number of columns of each rank.
         """
@@ -77,9 +77,9 @@ class RankGroup:
     def likeliest(
         self, hidden: Tensor, logits: Callable[[Tensor], Tensor], widths: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Return the greatest logit of each row of hidden states [R, E], and its column: [R] of float32 and of int64.
+        """Return the greatest logit of each row of hidden states [R, E], and its column: float32 [R] and int64 [R].
 
-        As `head`, but each rank looks through its own columns. Of equal logits the first is taken.
+        As `head`, but each rank finds the maximum of its own columns. The first of equal logits is taken.
 
         Args:
             hidden: rows.
@@ -96,30 +96,30 @@ class RankGroup:
         return best, columns.long()
 
     def _gather_likeliest(self, logits: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """Return the greatest logit and the bits of its column for each rank, [R, 2 * size], on rank 0."""
+        """Return each rank's greatest logit and its column (int32 bits), [R, 2 * size] on rank 0, None on others."""
         values, columns = logits.max(-1)
         columns += sum(widths[: self.rank])
         pairs = torch.stack((values, columns.int().view(torch.float32)), 1)
         return self.transport.gather(pairs, [2] * self.size)
 
     def agreed_likeliest(self, logits: Tensor, widths: Sequence[int]) -> Tensor:
-        """Return the column of the greatest logit of each row, [R] of int64: of equals the first one.
+        """Return the column of the greatest logit of each row, int64 [R]; the first of equal logits.
 
-        It is the same on every rank; all call it.
+        The result is the same on every rank; all ranks call it.
 
         Args:
-            logits: [R, widths[rank]] of float32, of this rank's columns.
+            logits: logits of this rank's columns, float32 [R, widths[rank]].
             widths: number of columns of each rank.
         """
         values, columns = logits.max(-1)
         found = logits.new_zeros(2, len(logits), self.size)
-        # A float32 holds the number of any column of fewer than 2^24 exactly, and so does its sum with zeros.
+        # float32 represents column numbers below 2^24 exactly, also after the sum with zeros.
         found[0, :, self.rank], found[1, :, self.rank] = values, (columns + sum(widths[: self.rank])).float()
         found = self.all_reduce(found)
         return found[1].gather(1, found[0].argmax(-1, keepdim=True))[:, 0].long()
 
     def of_first(self, numbers: Tensor) -> Tensor:
-        """Return rank 0's integers [R] of at most 24 bits, on every rank; all call it with as many."""
+        """Return rank 0's integers [R], of at most 24 bits, on every rank; all ranks call it with the same R."""
         mine = numbers.float() if self.rank == 0 else numbers.new_zeros(numbers.shape, dtype=torch.float32)
         return self.all_reduce(mine).long()
 
@@ -131,7 +131,7 @@ class RankGroup:
         logits: Callable[[Tensor], Tensor],
         widths: Sequence[int],
     ) -> None:
-        """Compute this rank's columns for rows of rank 0, until it sends commands; see `head` and `likeliest`."""
+        """Compute this rank's columns for rows from rank 0, until rank 0 sends commands; see `head`, `likeliest`."""
         while True:
             message = self.transport.receive()
             if message[0] == COMMANDS:
@@ -152,16 +152,16 @@ class RankGroup:
         return message[HEADER_BYTES:].view(dtype).view(-1, width)
 
     def end_round(self) -> None:
-        """End a step that no commands follow, such as one that is measured: other ranks leave `serve_head`."""
+        """End a step without following commands, such as a measured one: other ranks leave `serve_head`."""
         if self.rank == 0:
             self.send_commands(b"")
         else:
             self.receive_commands()
 
     def watched(self) -> AbstractContextManager[None]:
-        """Return a context in which a host waits for what ranks compute; rank 0 ends it where another does not come.
+        """Return a context in which a host waits for results of ranks; rank 0 fails the group if a rank is silent.
 
-        Transports between hosts have a time limit of their own.
+        Only groups on devices need it: operations of transports between hosts have their own time limit.
         """
         return nullcontext()
 
@@ -181,12 +181,12 @@ class RankGroup:
         return _content(message)
 
     def _send(self, kind: int, content: bytes | ctypes.Array[ctypes.c_ubyte]) -> None:
-        # As bytes, since making a tensor would take longer than all else of a short message.
+        # As bytes: making a tensor would take longer than everything else for a short message.
         self.transport.send(_HEADERS[kind] + content)
 
 
 def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    """Return the memory of a contiguous tensor, which must live as long."""
+    """Return a view of a contiguous tensor's memory; the tensor must outlive it."""
     return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
 
 

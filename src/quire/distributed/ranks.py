@@ -1,4 +1,4 @@
-"""The ranks of a model as one process sees them: its group, its links to the others, and the processes it started."""
+"""The ranks of a model in one process: its group, its links to the others, and the processes that it has started."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from quire.errors import ConfigError, LockstepDrift, RankFailed, WorkerError
 
 logger = logging.getLogger(__name__)
 
-# Time that a rank has to end by itself.
+# Seconds in which a rank should end by itself.
 END_TIMEOUT_S: Final = 10.0
 # Loading a model may take long; a rank that ends meanwhile is noticed at once.
 LOAD_TIMEOUT_S: Final = 3600.0
-# The end of a process is known some milliseconds after the wait for it has failed.
+# Links report the end of a process some milliseconds after an operation with it has failed.
 CAUSE_TIMEOUT_S: Final = 2.0
 
 
@@ -32,7 +32,7 @@ class RankMemory(NamedTuple):
     """Memory of a rank after its part of the weights is loaded, in bytes.
 
     Args:
-        available: memory that can still be allocated: of its GPU, or on a CPU its share of the host's.
+        available: memory of its GPU that can still be allocated; on a CPU, its share of the host's memory.
         total: total memory of its GPU; None on a CPU.
         host: its share of the host's memory that can still be allocated; None on a CPU.
         fixed, per_token: memory of a step; see `StepCost`.
@@ -46,18 +46,18 @@ class RankMemory(NamedTuple):
 
     @classmethod
     def of(cls, machine: Machine, step: StepCost, num_local: int) -> RankMemory:
-        """Return the memory of one of some ranks on a host, each with a GPU of its own or all with the CPU."""
+        """Return the memory of one of `num_local` ranks on a host, each with a GPU of its own or all on the CPU."""
         host = None if machine.host_bytes is None else machine.host_bytes // num_local
         available = machine.available_bytes // (num_local if machine.total_bytes is None else 1)
         return cls(available, machine.total_bytes, host, step.fixed_bytes, step.bytes_per_token)
 
     def least(self, others: Sequence[RankMemory]) -> RankMemory:
-        """Return a memory for all: no rank has less for its cache, whatever share of a GPU may be taken."""
+        """Return the memory to plan with on all ranks: every rank has this much, for any share of a GPU's memory."""
         ranks = (self, *others)
         totals = [rank.total for rank in ranks if rank.total is not None]
         available, total = min(rank.available for rank in ranks), None
         if totals:
-            # A cache is a share of the total without the bytes that are taken, so each of the two has its own extreme.
+            # A cache's size is a share of the total minus the used bytes: take the least total and the most used bytes.
             total = min(totals)
             available = max(0, total - max(rank.total - rank.available for rank in ranks if rank.total is not None))
         hosts = [rank.host for rank in ranks if rank.host is not None]
@@ -93,12 +93,12 @@ class Ranks:
         links: connections to the other ranks.
         cpus: hardware threads of the ranks on this host.
         local_rank: number of this rank on this host.
-        processes: processes that this one has started, by rank from 1 on.
+        processes: processes that this one has started, in the order of their ranks, from 1.
 
     Attributes:
         group, local_rank: the arguments of these names.
-        gpu: number of this rank's GPU among those of its process; None on a CPU.
-        end_timeout_s: seconds that the other ranks have to end by themselves.
+        gpu: number of this rank's GPU among the visible GPUs of its process; None on a CPU.
+        end_timeout_s: seconds in which the other ranks should end by themselves.
     """
 
     def __init__(
@@ -137,27 +137,27 @@ class Ranks:
         return self.links.failure
 
     def num_threads(self, num_cores: int) -> int:
-        """Return the number of threads of this rank on a host of some cores."""
+        """Return the number of threads of this rank on a host with `num_cores` cores."""
         return self._cpus.num_threads(self.local_rank, num_cores)
 
     def cores(self, num_threads: int) -> tuple[int, ...]:
-        """Return the hardware threads of this rank's threads; none where ranks cannot have their own."""
+        """See `CpuSets.cores`."""
         return self._cpus.cores(self.local_rank, num_threads)
 
     @property
     def home(self) -> tuple[int, ...]:
-        """Hardware threads on which this rank's memory is to lie; none where that is all the same."""
+        """Hardware threads on the NUMA nodes for this rank's memory; see `CpuSets.home`."""
         return self._cpus.home(self.local_rank)
 
     def agree(self, probe: Callable[[], Machine], step: StepCost) -> tuple[Machine, StepCost]:
-        """Return the machine as every rank sees it, so that all have as many blocks: the least memory of any rank.
+        """Return a machine with the least memory of all ranks, so that all ranks get the same number of blocks.
 
         Args:
-            probe: function that returns the machine as this rank sees it; it is called when all ranks have loaded.
+            probe: function that returns this rank's machine; it is called when all ranks have loaded.
             step: memory of a step on this rank.
 
         Returns:
-            The machine, with the threads of this rank, and the most memory that a step takes on any rank.
+            The machine, with this rank's number of threads, and the greatest step memory of all ranks.
 
         Raises:
             WorkerError: a rank has failed.
@@ -195,19 +195,19 @@ class Ranks:
     # ---- failures ----
 
     def on_failure(self, call: Callable[[WorkerError | ConfigError], None]) -> None:
-        """Have a function called, in another thread, when a rank fails; at once where one has."""
+        """Register a function to be called, in another thread, when a rank fails; called at once if one has failed."""
         self._on_failure = call
         if self.failure is not None:
             call(self.failure)
 
     def cause_of(self, error: BaseException) -> WorkerError | ConfigError:
-        """Return the error of the rank because of which an operation failed here; none can go on.
+        """Return the error of the rank that made an operation fail here; the group has failed then.
 
         Args:
             error: error of the operation.
         """
         if isinstance(error, RankFailed):
-            # The wait has failed; who ended, and how, is known from the links.
+            # Only the links know which rank ended, and how.
             found = self.links.wait_for_failure(CAUSE_TIMEOUT_S)
             if found is not None:
                 return found
@@ -219,7 +219,7 @@ class Ranks:
         return failure
 
     def fail(self, error: WorkerError | ConfigError) -> None:
-        """Record that a rank cannot go on, and end the waits of all."""
+        """Record that a rank has failed, and end the waits of all ranks."""
         self.links.fail(error)
 
     def _fail_group(self, error: WorkerError | ConfigError) -> None:
@@ -231,14 +231,14 @@ class Ranks:
     # ---- the end ----
 
     def expect_end(self) -> None:
-        """Expect the other ranks to end: rank 0 has said so, or is about to."""
+        """Expect the other ranks to end, since rank 0 has announced it or is about to."""
         self._is_ending = True
         self.links.expect_end()
 
     def close(self) -> None:
-        """Wait for the other ranks, end processes of this one that do not end, and close all connections.
+        """Wait for the other ranks, kill processes started by this one that do not end, and close all connections.
 
-        Without `expect_end`, the closed connections end the others.
+        Without `expect_end`, connections are closed first, which ends the other ranks.
         """
         if self._is_closed:
             return
@@ -261,10 +261,10 @@ class Ranks:
 
 
 class RankCalls:
-    """Questions of rank 0 to all others, beside the steps: what takes long is done in other threads; thread-safe.
+    """Questions of rank 0 to all other ranks, answered in their threads while steps run; thread-safe.
 
     Args:
-        links: connections to them, over which no other facts travel.
+        links: connections to them, which carry no other facts meanwhile.
         size: number of ranks.
     """
 
@@ -274,7 +274,7 @@ class RankCalls:
 
     @contextmanager
     def ask(self, question: Any) -> Iterator[dict[int, Any]]:
-        """Send a JSON value to all; their answers, by rank, are in the dictionary after the block.
+        """Send a JSON value to all; their answers, by rank, are in the dictionary after the context.
 
         Raises:
             WorkerError: a rank has failed.
@@ -285,7 +285,7 @@ class RankCalls:
                 self._links.send_fact(rank, question)
             try:
                 yield answers
-            finally:  # an answer that nobody takes would be that of the next question
+            finally:  # an answer that is not received would be taken for the next question's answer
                 for rank in self._others:
                     answers[rank] = self._links.receive_fact(rank, LOAD_TIMEOUT_S)
 
@@ -302,7 +302,7 @@ def answer_calls(links: RankLinks, answer: Callable[[Any], Any]) -> None:
         while True:
             try:
                 question = links.receive_fact(LEADER, threading.TIMEOUT_MAX)
-            except (WorkerError, ConfigError):  # rank 0 says it by itself, or it is the end
+            except (WorkerError, ConfigError):  # a rank has failed, or the links are closed
                 return
             links.send_fact(LEADER, answer(question))
 
@@ -310,7 +310,7 @@ def answer_calls(links: RankLinks, answer: Callable[[Any], Any]) -> None:
 
 
 def exit_soon(timeout_s: float, code: int) -> None:
-    """End this process after some time, whatever its threads wait for."""
+    """End this process after some time, even if its threads still wait."""
     timer = threading.Timer(timeout_s, os._exit, (code,))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""Sums between the ranks of one host through memory that all of them map; see `ops/native/rank_group.h`."""
+"""Sums between the ranks of one host in shared memory; see `ops/native/rank_group.h`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from quire.errors import LockstepDrift, RankFailed
 from quire.ops.cpu.native_library import TYPES, NativeLibrary
 from quire.ops.interface.shared_ranks import RankGroupCall
 
-# Bytes of a slot. More than the rows of a decode step, and few enough that a prompt's rows stay in the cache meanwhile.
+# Bytes of a slot: more than the rows of a decode step, and few enough for a slot to stay in the processor's cache.
 SLOT_BYTES: Final = 1 << 22
 REGION_ALIGNMENT: Final = 1 << 16
 MAX_RANKS: Final = 64
-# Status of an operation in which rank 0 does something else than this one; less by one for each later rank.
+# Status of an operation if rank 0 calls another operation than this rank; `DIFFERS - r` for rank r.
 DIFFERS: Final = -1 - MAX_RANKS
-# Polling before a wait sleeps. Ranks that have a core each arrive within some microseconds of each other.
+# Time of polling before a wait sleeps. Ranks with a core each arrive within some microseconds of each other.
 SPIN_US: Final = 300
-# Time after which `receive` looks whether rank 0 is still there.
+# Time after which `receive` checks that rank 0 is still alive.
 LOOK_US: Final = 500_000
 
 
@@ -34,12 +34,12 @@ def has_shared_memory() -> bool:
 
 
 def region_bytes(page_bytes: int, size: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Return the bytes of memory of a group of ranks, whole pages of any system."""
+    """Return the size of a group's memory in bytes, a multiple of any system's page size."""
     return -(-(page_bytes + size * 2 * slot_bytes) // REGION_ALIGNMENT) * REGION_ALIGNMENT
 
 
 def make_memory(page_bytes: int, size: int, more_bytes: int = 0) -> int:
-    """Return the descriptor of new memory for a group of ranks; it is all zeros, and takes room as it is used."""
+    """Return the descriptor of new memory for a group of ranks: all zeros, and allocated by the system when written."""
     descriptor = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, region_bytes(page_bytes, size) + more_bytes)
     return descriptor
@@ -53,14 +53,14 @@ class SharedMemoryTransport:
         descriptor: memory of `make_memory`; closed here.
         rank: number of this rank.
         size: number of ranks.
-        timeout_s: time within which a rank that lives must take part in an operation.
-        num_cores: number of cores of this host; ranks that have none of their own do not poll.
-        offset: place of the group in the memory, in bytes.
+        timeout_s: time within which every rank must take part in an operation.
+        num_cores: number of cores of this host; ranks do not poll if there are fewer cores than ranks.
+        offset: offset of the group in the memory, in bytes.
         slot_bytes: bytes of a slot.
-        members: numbers of the group's ranks among all of the model; none where these are all.
+        members: the group's ranks in the model; empty if the group has all ranks.
 
     Attributes:
-        kernels, call: native calls, and the group as they take it.
+        kernels, call: native functions, and their argument for this group.
     """
 
     name = "shared memory"
@@ -121,7 +121,7 @@ class SharedMemoryTransport:
         length = ctypes.c_int64()
         while True:
             status = self.kernels.wait(self.call, LOOK_US, length)
-            if status >= 0 or status <= DIFFERS:  # otherwise rank 0 has sent nothing yet; a failure is above 0
+            if status >= 0 or status <= DIFFERS:  # otherwise rank 0 has sent nothing yet
                 break
         self.check(status)
         message = torch.empty(length.value, dtype=torch.uint8)
@@ -145,4 +145,4 @@ class SharedMemoryTransport:
         self.kernels.fail(self.call, rank)
 
     def close(self) -> None:
-        """Do nothing: the memory goes with this object, as native calls may still hold its address."""
+        """Do nothing: the memory is unmapped with this object, since native calls may still use its address."""

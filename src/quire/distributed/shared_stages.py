@@ -1,8 +1,8 @@
-"""Stages of one host, in memory that all ranks map.
+"""Pipeline stages on one host, connected by memory that all ranks map.
 
 ```
  | commands | links of stages 0 and 1 | links of stages 1 and 2 | ... | sums of stage 0 | sums of stage 1 | ...
-            '- for each tensor parallel rank a link, of a channel for each microbatch
+            '- a link for each tensor parallel rank, with a channel for each microbatch
 ```
 """
 
@@ -24,7 +24,7 @@ CHANNEL_SLOT_BYTES: Final = MAX_MESSAGE_BYTES + (1 << 16)
 
 
 class SharedMemoryLink:
-    """One end of a link in shared memory: groups of two ranks, of which the first one sends, take turns."""
+    """One end of a link in shared memory; messages use its channels in turn: groups of a sender and a receiver."""
 
     def __init__(self, channels: Sequence[SharedMemoryTransport]) -> None:
         self._channels, self._turn = tuple(channels), 0
@@ -57,10 +57,10 @@ class SharedMemoryLink:
 
 
 class _Layout(NamedTuple):
-    """Places in the memory, in bytes.
+    """Offsets of the parts of the memory, in bytes.
 
     Args:
-        page_bytes: bytes of a group before its slots.
+        page_bytes: bytes of a group's header, before its slots.
         grid: stages and their ranks.
         num_channels: channels of a link.
     """
@@ -70,12 +70,12 @@ class _Layout(NamedTuple):
     num_channels: int
 
     def channel(self, first_stage: int, tensor_rank: int, idx: int) -> int:
-        """Return the place of a channel of the link that begins at a stage."""
+        """Return the offset of a channel of the link from a stage to the next."""
         link = first_stage * self.grid.tensor_size + tensor_rank
         return self._commands_bytes + (link * self.num_channels + idx) * self._channel_bytes
 
     def sums(self, stage: int) -> int:
-        """Return the place of the group of a stage; of the stage after the last one, the end."""
+        """Return the offset of the group of a stage; `num_stages` gives the end of the memory."""
         stage_bytes = region_bytes(self.page_bytes, self.grid.tensor_size) if self.grid.tensor_size > 1 else 0
         return self.channel(self.grid.num_stages - 1, 0, 0) + stage * stage_bytes
 
@@ -97,14 +97,14 @@ def make_stages_memory(page_bytes: int, config: ParallelConfig) -> int:
 
 
 class SharedPlace(NamedTuple):
-    """A rank of a host, as what it takes to join groups in memory.
+    """A rank of a host, with everything that it needs to join groups in shared memory.
 
     Args:
         library: compiled kernels.
         rank: number of the rank.
         timeout_s: see `SharedMemoryTransport`.
         num_ranks: number of ranks on this host.
-        num_cores: number of its cores.
+        num_cores: number of the host's cores.
     """
 
     library: NativeLibrary
@@ -116,14 +116,14 @@ class SharedPlace(NamedTuple):
     def join(
         self, descriptor: int, members: Sequence[int], offset: int = 0, slot_bytes: int = SLOT_BYTES
     ) -> SharedMemoryTransport:
-        """Return this rank's part of a group of `members` in memory, which stays open; see `SharedMemoryTransport`."""
+        """Return this rank's part of a group of `members`; `descriptor` stays open. See `SharedMemoryTransport`."""
         return SharedMemoryTransport(
             self.library,
             os.dup(descriptor),
             members.index(self.rank),
             len(members),
             self.timeout_s,
-            # All ranks poll, or none: they have a core each or share cores.
+            # The group's ranks poll if all ranks of the host have a core each.
             self.num_cores - self.num_ranks + len(members),
             offset=offset,
             slot_bytes=slot_bytes,
@@ -134,7 +134,7 @@ class SharedPlace(NamedTuple):
 def share_stages(
     library: NativeLibrary, descriptor: int, rank: int, config: ParallelConfig, num_cores: int
 ) -> PipelineGroup:
-    """Return the group of a rank whose parts all lie in one memory."""
+    """Return the group of a rank; all its parts are in the memory of `descriptor`."""
     grid = RankGrid.of(config)
     place = SharedPlace(library, rank, config.distributed_timeout_s, grid.size, num_cores)
     layout = _Layout(library.ranks.page_bytes, grid, config.num_microbatches)

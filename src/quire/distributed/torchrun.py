@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started, on one host or several: they find each other by its variables and its store."""
+"""Ranks that torchrun has started, on one or several hosts: they connect through its variables and its store."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
 
 
 class TorchrunPlace(NamedTuple):
-    """The place of this process among those that torchrun has started.
+    """The place of this process among the processes that torchrun has started.
 
     Args:
-        rank, size: number of this rank, and of ranks.
+        rank, size: number of this rank, and number of ranks.
         local_rank, num_local: the same on this host.
         address: name or address of the first host.
     """
@@ -51,7 +51,7 @@ class TorchrunPlace(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> TorchrunPlace | None:
-        """Read torchrun's variables; None where it has not started this process, or started one alone."""
+        """Read torchrun's variables; None if it has not started this process, or started only one."""
         if not all(name in environment for name in VARIABLES):
             return None
         numbers = {}
@@ -65,7 +65,7 @@ class TorchrunPlace(NamedTuple):
 
 
 def torchrun_place(config: ParallelConfig) -> TorchrunPlace | None:
-    """Return this process' place among the ranks of torchrun; None where Quire starts the ranks.
+    """Return this process' place among the ranks of torchrun; None if Quire starts the ranks.
 
     Raises:
         ConfigError: torchrun has started another number of processes than the model has ranks.
@@ -83,15 +83,15 @@ def torchrun_place(config: ParallelConfig) -> TorchrunPlace | None:
 
 
 def join_torchrun(config: ParallelConfig, place: TorchrunPlace) -> Ranks:
-    """Find the other ranks; all of them call this.
+    """Connect to the other ranks; all of them call this.
 
     Raises:
-        ConfigError: the ranks cannot share memory, which was asked for, or cannot have the cores of `cpu_bind`.
-        WorkerError: a rank does not come.
+        ConfigError: shared memory was requested and is unavailable, or the ranks cannot have the cores of `cpu_bind`.
+        WorkerError: a rank does not connect.
     """
     import torch.distributed
 
-    dist: Any = torch.distributed  # its types leave out what some builds lack
+    dist: Any = torch.distributed  # untyped: torch's types lack the names that some builds lack
     cpus = CpuSets.of(config.cpu_bind, place.num_local)
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.size)))
@@ -104,7 +104,7 @@ def join_torchrun(config: ParallelConfig, place: TorchrunPlace) -> Ranks:
 
 
 def _lead(store: Any, place: TorchrunPlace) -> RankLinks:
-    """Accept a connection of each other rank, which knows a secret that is in the store alone."""
+    """Accept a connection from each other rank, which proves itself by a secret from the store."""
     token = secrets.token_hex(TOKEN_BYTES)
     host = "127.0.0.1" if place.num_local == place.size else socket.gethostbyname(place.address)
     sockets: dict[int, socket.socket] = {}
@@ -127,7 +127,7 @@ def _lead(store: Any, place: TorchrunPlace) -> RankLinks:
 
 
 def _read_hello(connection: socket.socket, token: str) -> int:
-    """Return the rank of a connection; 0 for one that does not know the secret."""
+    """Return the rank of a connection; 0 if it does not send the secret."""
     connection.settimeout(10.0)
     hello = b""
     with suppress(OSError):
@@ -162,9 +162,9 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _make_group(config: ParallelConfig, place: TorchrunPlace, store: Any, links: RankLinks) -> RankGroup:
-    """Return the group that all ranks can have: in shared memory where all are on one host, else by gloo.
+    """Return the group that all ranks support: in shared memory if all are on one host, else by gloo.
 
-    Between hosts, the sums of a stage whose ranks are on one host are taken in shared memory, too.
+    With several hosts, the sums of a stage are computed in shared memory if its ranks are on one host.
     """
     rank, size = place.rank, place.size
     library = pick_library(config.all_reduce_backend)
@@ -210,9 +210,9 @@ def _make_group(config: ParallelConfig, place: TorchrunPlace, store: Any, links:
 def _share_sums(
     config: ParallelConfig, place: TorchrunPlace, store: Any, library: NativeLibrary | None
 ) -> Transport | None:
-    """Return the transport of the ranks of a stage in shared memory; None where they cannot share any.
+    """Return the transport of the ranks of a stage in shared memory; None if they cannot share memory.
 
-    All of them find the same, since each says to the others through the store what it can.
+    All ranks reach the same result: each publishes its capability in the store.
     """
     grid, rank = RankGrid.of(config), place.rank
     stage = grid.stage_of(rank)

@@ -1,4 +1,4 @@
-"""Interfaces of what moves numbers between ranks, and what transports by process groups of torch share."""
+"""Interfaces of transports and links between ranks, and helpers of transports that use torch's process groups."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from quire.errors import RankFailed
 
-# A rank without requests waits for rank 0 as long as that lives: its end is noticed by the closed connection.
+# An idle rank waits for rank 0 without a time limit; it notices the end of rank 0 by the closed connection.
 IDLE: Final = timedelta(days=365)
 
 
 class Transport(Protocol):
-    """Operations in which all ranks take part, in the same order.
+    """Collective operations: all ranks of a group call them in the same order.
 
-    Each raises `RankFailed` where a rank has ended, or does not answer in time.
+    Each raises `RankFailed` if a rank has ended, or does not answer in time.
 
     Attributes:
-        rank, size: number of this rank in the group, and of the group's ranks.
+        rank, size: number of this rank in the group, and number of the group's ranks.
         name: name of the transport, for logs.
     """
 
@@ -31,7 +31,7 @@ class Transport(Protocol):
     name: str
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the sum of `x` over the ranks, in their order and in float32, and of `residual`, rounded once.
+        """Return the sum of `x` of all ranks and `residual`, added in rank order in float32 and rounded once.
 
         Every rank gets the same bits.
 
@@ -44,7 +44,7 @@ class Transport(Protocol):
         """Return the columns of all ranks side by side, [R, sum of widths], on rank 0; None on the others.
 
         Args:
-            part: [R, widths[rank]], contiguous.
+            part: columns of this rank, [R, widths[rank]], contiguous.
             widths: number of columns of each rank.
         """
 
@@ -52,33 +52,33 @@ class Transport(Protocol):
         """Send bytes from rank 0 to all others."""
 
     def receive(self) -> Tensor:
-        """Return the next message of rank 0, uint8 [N], for which there is no time limit while that lives."""
+        """Return the next message of rank 0, uint8 [N]; without a time limit while rank 0 is alive."""
 
     def fail(self, rank: int) -> None:
-        """End the waits of this rank, and where possible of all others, because a rank of the model has failed."""
+        """End the waits of this rank, and if possible of all others, because a rank of the model has failed."""
 
     def close(self) -> None:
-        """Let go of what the transport holds."""
+        """Release the resources of the transport."""
 
 
 class StageLink(Protocol):
-    """One end of the link between two stages; its operations fail as those of a `Transport`."""
+    """One end of the link between two stages; its operations fail like operations of a `Transport`."""
 
     def send(self, x: Tensor) -> None:
-        """Send a contiguous tensor; the receiver of the one before may not have taken it yet."""
+        """Send a contiguous tensor, without waiting for the receiver of the previous one."""
 
     def receive(self, x: Tensor) -> None:
-        """Fill a contiguous tensor with what the other end sends next."""
+        """Fill a contiguous tensor with the next tensor that the other end sends."""
 
     def fail(self, rank: int) -> None:
         """End the waits here because a rank has failed."""
 
     def close(self) -> None:
-        """Let go of what the link holds."""
+        """Release the resources of the link."""
 
 
 class DeviceTransport:
-    """A `Transport` of tensors on a device, whose messages, and tensors in a host's memory, go by one of hosts."""
+    """A `Transport` of tensors on a device; it passes messages and tensors in host memory to the transport `host`."""
 
     def __init__(self, host: Transport, device: torch.device, name: str) -> None:
         self.rank, self.size, self.name = host.rank, host.size, name
@@ -94,7 +94,7 @@ class DeviceTransport:
         return self._host.gather(part, widths)
 
     def broadcast(self, x: Tensor) -> None:
-        """Fill `x`, contiguous and of one shape and dtype on all ranks, with what it is on rank 0."""
+        """Overwrite `x` with rank 0's `x`; it is contiguous and has the same shape and dtype on all ranks."""
         raise NotImplementedError
 
     def send(self, message: Any) -> None:
@@ -116,7 +116,7 @@ class DeviceTransport:
 
 @contextmanager
 def reaching(rank: int = -1) -> Iterator[None]:
-    """Raise `RankFailed` for an error of torch: the links know which rank it was, by its closed connection."""
+    """Raise `RankFailed` for an error of torch; rank -1 is unknown, but the links notice which rank has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -124,7 +124,7 @@ def reaching(rank: int = -1) -> Iterator[None]:
 
 
 def sum_in_order(parts: Sequence[Tensor] | Tensor, residual: Tensor | None) -> Tensor:
-    """Return the sum of `parts` in the order of the ranks and in float32, and of `residual`, rounded once."""
+    """Return the sum of `parts` and `residual`, added in rank order in float32 and rounded once."""
     total = parts[0].float()
     for part in parts[1:]:
         total += part
@@ -136,7 +136,7 @@ def sum_in_order(parts: Sequence[Tensor] | Tensor, residual: Tensor | None) -> T
 def gather_columns(
     part: Tensor, widths: Sequence[int], is_root: bool, gather: Callable[[list[list[Tensor]], list[Tensor]], None]
 ) -> Tensor | None:
-    """Return the columns of all ranks, which torch gathers with one width; see `Transport.gather`."""
+    """Gather columns with padding, since torch gathers parts of equal shape; see `Transport.gather`."""
     padded = part
     if part.shape[1] < max(widths):
         padded = part.new_zeros(len(part), max(widths))

@@ -1,9 +1,9 @@
-"""The publisher: numbered batches of KV events to all subscribers, and a replay of the last ones to who asks.
+"""The publisher of KV events: numbered batches for all subscribers, and replays of the last batches on request.
 
 ```
  engine's thread     publish -> queue, bounded        a full queue drops the batch: its number is missing
  publisher's thread           encode -> PUB           topic | number, 8 bytes | msgpack
-                              last batches -> ROUTER  asked with a first number: "" | topic | number | msgpack, ...
+                              last batches -> ROUTER  request: first number; reply: "" | topic | number | msgpack, ...
 ```
 
 A replay ends with the number -1. A request that begins with the number -1 asks for all blocks: the engine then
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 SEQ_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
-# Limits of what is left when the publisher closes.
+# Limits when the publisher closes: for messages in ZeroMQ's queues, and for the thread.
 LINGER_MS = 1000
 JOIN_S = 5.0
 
@@ -91,7 +91,7 @@ class KVEventPublisher:
         return self._next_seq
 
     def publish(self, events: list[KVEvent]) -> None:
-        """Queue a batch; it is dropped where the queue is full. Any thread may call this."""
+        """Queue a batch; it is dropped if the queue is full. Any thread may call this."""
         with self._lock:
             seq = self._next_seq
             self._next_seq += 1
@@ -104,7 +104,7 @@ class KVEventPublisher:
         self._wake()
 
     def close(self) -> None:
-        """Send what is queued, for a limited time, and close the sockets; further calls do nothing."""
+        """Send queued batches, for a limited time, and close the sockets; further calls do nothing."""
         if not self._is_closing:
             self._is_closing = True
             self._wake()
@@ -146,7 +146,7 @@ class KVEventPublisher:
             self._pub.send_multipart((topic, seq.to_bytes(SEQ_BYTES, "big"), payload))
 
     def _serve_replay(self) -> None:
-        """Answer a request for a replay; one that is not well formed is ignored."""
+        """Answer a request for a replay; a malformed request is ignored."""
         assert self._replay is not None
         identity, *frames = self._replay.recv_multipart()
         if not frames or len(frames[-1]) != SEQ_BYTES:

@@ -3,7 +3,7 @@
 ```
  [ts, [event, ...], data_parallel_rank]
  event, as a map:    {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU", "group_idx": 0}
- event, as an array: ["BlockRemoved", [7], "GPU", 0]            what consumers of before the maps expect
+ event, as an array: ["BlockRemoved", [7], "GPU", 0]            the older form, for consumers that do not read maps
 ```
 
 Fields that have their default are left out of maps, and out of the ends of arrays.
@@ -37,7 +37,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
-# Fields behind these are optional.
+# Number of leading fields that are required; the others are optional.
 NUM_REQUIRED: Final = {"BlockStored": 7, "BlockRemoved": 2, "AllBlocksCleared": 0}
 MAX_BLOCK_SIZE = 1 << 20
 
@@ -130,7 +130,7 @@ def _as_array(event: KVEvent) -> list[Any]:
 
 
 def _read_event(event: Any) -> KVEvent:
-    """Return the event of either form; fields that are not known are ignored."""
+    """Return the event of either form; unknown fields are ignored."""
     if isinstance(event, list) and event:
         kind, *values = event
         fields = dict(zip(FIELDS.get(kind, ()), values, strict=False)) if isinstance(kind, str) else {}
@@ -173,7 +173,7 @@ def _read_stored(fields: Mapping[str, Any]) -> BlockStored:
 
 
 def _read_extra_keys(keys: Any, count: int) -> ExtraKeys | None:
-    """Return the extra keys of blocks; of those of other engines, what is not known is kept as text."""
+    """Return the extra keys of blocks; a key of unknown form, from another engine, is kept as text."""
     if keys is None:
         return None
     if not isinstance(keys, list) or len(keys) != count:
@@ -202,7 +202,7 @@ def _hashes(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _hash(value: Any) -> int:
-    """Return a hash as an integer; of bytes, the last 64 bits."""
+    """Return a hash as an integer: the last 64 bits if it is given as bytes."""
     if isinstance(value, bytes):
         return int.from_bytes(value[-8:], "big")
     if isinstance(value, bool) or not isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Counters of the sources of blocks, and the statistics that are shown of each."""
+"""Counters of the sources of blocks, and the statistics of each kind of source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Stats = TypeVar("Stats", bound="StoreStats | RemoteStats | TransferStats")
 
 @dataclass(slots=True)
 class SourceCounters:
-    """Counters of a source since its start; statistics of a source show those that its kind has."""
+    """Counters of a source since its start; the statistics of each kind of source show some of them."""
 
     num_hits: int = 0
     num_misses: int = 0
@@ -28,7 +28,7 @@ class SourceCounters:
     num_full: int = 0
 
     def shown_as(self, stats: type[Stats], **levels: Any) -> Stats:
-        """Return the statistics of a source, with the values of the fields that this does not count."""
+        """Return the statistics of a source; `levels` has the values of fields without a counter here."""
         counted: dict[str, Any] = {name: getattr(self, name) for name in stats._fields if name not in levels}
         return stats(**counted, **levels)
 

@@ -47,10 +47,10 @@ class DiskBlocks:
         block_bytes: bytes of a block of each cache group.
         disk: prefix cache on disk; None without one. All stores are closed with this.
         remote: remote prefix cache; None without one.
-        exports: blocks that other engines may fetch; None where this engine exports no blocks.
+        exports: blocks that other engines may fetch; None if this engine exports no blocks.
 
     Attributes:
-        arrived: records from slow sources by key; `SourceLoads`, which adds them, drops those that are not fetched.
+        arrived: records from slow sources by key; `SourceLoads` adds them, and drops records that are not fetched.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DiskBlocks:
         return not all(store.holds(block) for store in self._stores)
 
     def fetch(self, block: StoredBlock) -> int | None:
-        """Read a block; return the ticket of its bytes, or None where it is missing, damaged, or another block."""
+        """Read a block; return the ticket of its bytes, or None if it is missing, damaged, or another block."""
         data = torch.empty(self._block_bytes[block.group_idx], dtype=torch.uint8)
         out = bytes_of(data)
         if not self._take_arrived(block, out) and (self.disk is None or not self.disk.fetch(block, out)):
@@ -131,7 +131,7 @@ class DiskBlocks:
     # ---- saving ----
 
     def save(self, block: StoredBlock, data: Tensor | Callable[[], ArrivingBytes], *, wait: bool = False) -> None:
-        """Queue a block for writing, at once where its bytes are in host memory, else once they have arrived."""
+        """Queue a block for writing, at once if its bytes are in host memory, else once they have arrived."""
         may_wait = wait and self._may_wait
         if self._exported is not None:
             self._export(block, data)
@@ -147,7 +147,7 @@ class DiskBlocks:
             store.save(block, bytes_of(data), wait=wait)
 
     def _export(self, block: StoredBlock, data: Tensor | Callable[[], ArrivingBytes]) -> None:
-        """Keep a block for other engines, if its key is among those to export."""
+        """Keep a block for other engines, if its key is to be exported."""
         key = record_key(self.identity, block)
         if self.exports is None or self._exported is None or key not in self._exported:
             return
@@ -155,7 +155,7 @@ class DiskBlocks:
         self.exports.put(key, block, exported, self._block_bytes[block.group_idx])
 
     def _save_later(self, block: StoredBlock, fetch: Callable[[], ArrivingBytes]) -> None:
-        """Queue a block for writing once its bytes have arrived; drop it where too many bytes are in transit."""
+        """Queue a block for writing once its bytes have arrived; drop it if too many bytes are in transit."""
         num_bytes = self._block_bytes[block.group_idx]
         if self._arriving_bytes + num_bytes > MOST_ARRIVING_BYTES:
             self.save_arrived()
@@ -168,7 +168,7 @@ class DiskBlocks:
         self.save_arrived()
 
     def save_arrived(self, *, wait: bool = False) -> None:
-        """Queue the blocks for writing whose bytes have arrived since; with `wait`, all blocks."""
+        """Queue the blocks whose bytes have arrived for writing; with `wait`, wait for the bytes of all blocks."""
         arriving = self._arriving
         while arriving:
             block, data = arriving[0]
@@ -190,7 +190,7 @@ class DiskBlocks:
 
     @contextmanager
     def copying_out(self, exports: Iterable[bytes] | None) -> Iterator[None]:
-        """Within the context, `save` does not wait for a store, or exports blocks instead of saving them."""
+        """Within the context, `save` does not wait for stores; given `exports`, it exports these instead of saving."""
         self._may_wait, self._exported = False, None if exports is None else set(exports)
         try:
             yield

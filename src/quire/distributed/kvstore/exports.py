@@ -1,7 +1,7 @@
 """Blocks of finished prompts that other engines may fetch: records in memory, with a time to live.
 
-A prompt of an 8B model may have a gigabyte of blocks, still in transit from a GPU behind a running step. So the engine
-neither waits for them nor computes checksums: a thread makes the records, and a reader waits for its record.
+A prompt of an 8B model may have a gigabyte of blocks, whose copies from a GPU start only after the running step. So the
+engine neither waits for them nor computes checksums: a thread makes the records, and a reader waits for its record.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class StoreFolder:
         opening_s: longest wait for another engine that is opening the folder, in seconds.
 
     Attributes:
-        is_alone: True where no other engine used the folder when this one opened it.
+        is_alone: True if no other engine used the folder when this one opened it.
         key: secret key of the digests, random, drawn when the folder was created. Digests must be the same after a
             restart, and clients that can only send requests must not be able to construct one.
 
@@ -77,7 +77,7 @@ class StoreFolder:
 
     @contextmanager
     def writing(self, timeout_s: float) -> Iterator[bool]:
-        """Lock the folder for a transaction; yields False where other engines wrote for all of `timeout_s`."""
+        """Lock the folder for a transaction; yield False if other engines wrote for all of `timeout_s`."""
         file = self._files["writing"]
         is_locked = wait_for_lock(file, timeout_s)
         try:
@@ -97,7 +97,7 @@ class StoreFolder:
             os.close(file)
 
     def _take_locks(self, opening_s: float) -> bool:
-        """Lock the folder for opening and for use; return True where no other engine uses it."""
+        """Lock the folder for opening and for use; return True if no other engine uses it."""
         if not wait_for_lock(self._files["opening"], opening_s):
             raise ConfigError(
                 f"prefix_cache_dir {self.path} was being opened by another engine for {opening_s:g} seconds",
@@ -115,7 +115,7 @@ class StoreFolder:
         return False
 
     def _read_key(self) -> bytes | None:
-        """Return the key, None where it is missing or damaged: then no record in the folder can be hit again."""
+        """Return the key; None if it is missing or damaged: then no record in the folder can be hit again."""
         path = self.path / "key"
         if not path.exists():
             return None

@@ -2,8 +2,8 @@
 
 LMDB never overwrites pages of a committed state, so a killed process leaves the last committed state, and others read
 one while a process writes. A commit syncs the data pages, and leaves the meta page to the next commit: when the machine
-crashes, the last commit may be lost, but nothing is torn. The file is read through a mapping, where a damaged structure
-or a truncated file would kill the process. So its structure is verified before it is opened, and its length before
+crashes, the last commit may be lost, but nothing is torn. The file is memory-mapped, so reading a damaged structure or
+a truncated file would kill the process. Therefore its structure is verified before it is opened, and its length before
 each use.
 
 All engines of a folder use one file. They share only its tables, which one transaction changes together: the records,
@@ -57,7 +57,7 @@ class StoreDamaged(Exception):
 class StoreFile:
     """An LMDB file in a folder.
 
-    One thread writes; all threads, and other processes, may read and write meanwhile.
+    One thread of this process writes; meanwhile its other threads may read, and other processes may read and write.
     """
 
     def __init__(self, folder: StoreFolder, max_bytes: int) -> None:
@@ -182,7 +182,7 @@ class StoreFile:
         try:
             written = self._write(batch)
         except self._lmdb.Error:
-            # LMDB does not reuse pages that a reader holds; `reader_check` releases those of killed readers.
+            # LMDB does not reuse pages that a reader holds; `reader_check` releases pages of killed readers.
             self._env.reader_check()
             time.sleep(READING_S)
             try:
@@ -204,7 +204,7 @@ class StoreFile:
                 raise StoreDamaged(str(error)) from error
 
     def close(self, *, is_sound: bool = True) -> None:
-        """Sync the file to disk where it is sound, and close it."""
+        """Sync the file to disk if it is sound, and close it."""
         try:
             if is_sound:
                 self._env.sync(True)
@@ -231,7 +231,7 @@ def _import_lmdb() -> ModuleType:
 
 
 def _structure_problem(path: Path) -> str | None:
-    """Return the error of a file's structure, None where it is sound or missing."""
+    """Return the error of a file's structure; None if it is sound or missing."""
     if not path.exists():
         return None
     verifier = import_module("lmdb.verify")

@@ -64,8 +64,8 @@ class PrefixStore:
         capacity: limit of the bytes of records.
 
     Raises:
-        ConfigError: LMDB is not installed, the file cannot be made, `max_bytes` is too few, or is not that of the
-            other engines that use the folder.
+        ConfigError: LMDB is not installed, the file cannot be made, or `max_bytes` is too few or differs from other
+            engines that use the folder.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class PrefixStore:
     # ---- the engine's thread ----
 
     def holds(self, block: StoredBlock) -> bool:
-        """Return True where the store has a block; the block itself is not read."""
+        """Return whether the store has a block; the block itself is not read."""
         return self._has(record_key(self._identity, block))
 
     def fetch(self, block: StoredBlock, out: memoryview) -> bool:
-        """Read a block's bytes; return False where the record is missing, damaged, or of another block."""
+        """Read a block's bytes; return False if the record is missing, damaged, or of another block."""
         key, started, counters = record_key(self._identity, block), self._clock(), self._counters
         if not self._is_readable(key) or self._file is None:
             counters.num_misses += 1
@@ -199,7 +199,7 @@ class PrefixStore:
     # ---- the writer's thread ----
 
     def _write(self, batch: WriteBatch) -> None:
-        """Write one transaction; where there is no room, drop its records and free space."""
+        """Write one transaction; if there is no room, drop its records and free space."""
         try:
             assert self._file is not None
             written = self._file.put(batch)
@@ -222,7 +222,7 @@ class PrefixStore:
                 queue.forgot(batch.num_resets)
 
     def _give_up(self, batch: WriteBatch, error: Exception) -> None:
-        """Drop the records of a failed transaction and free space; where that failed before, drop the queue as well."""
+        """Drop the records of a failed transaction and free space; if that has failed, drop the queue as well."""
         queue = self._queue
         with queue.changed:
             if not self._counters.num_full:

@@ -88,7 +88,7 @@ def seal(key: bytes, record: bytearray) -> None:
 
 
 def unpack(key: bytes, block: StoredBlock, record: memoryview, out: memoryview) -> bool:
-    """Copy a record's payload out; return False where the record is damaged or of another block."""
+    """Copy a record's payload to `out`; return False if the record is damaged or of another block."""
     start = _HEADER.size + len(block.tokens)
     if len(record) != start + len(out) + _CHECKSUM.size:
         return False

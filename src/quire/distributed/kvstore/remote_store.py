@@ -7,8 +7,8 @@
 ```
 
 A store that is slow, hangs or is unreachable causes misses: the engine's thread never waits for it. A record is used
-only where checksum, tokens and parent match, as for the disk. The client library of the protocol of Redis is imported
-once a store is configured.
+only if checksum, tokens and parent match, as for the disk. The client library of the protocol of Redis is imported only
+if a store is configured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_READERS = 2
 BATCH_BYTES = 4 << 20
 # Uses are written with the next records, or after this time.
 PERIOD_S = 1.0
-# Wait before the next batch where the circuit is open.
+# Wait before the next batch while the circuit is open.
 RETRY_S = 0.2
 # Longest wait for room in the queue, at the shutdown.
 ROOM_S = 5.0
@@ -127,7 +127,7 @@ class RedisConnection:
                         put(key, record)
 
     def put(self, batch: WriteBatch) -> Written:
-        """Delete all records of an identity, renew the time to live of used records, and write those that are new."""
+        """Delete all records of an identity, renew the time to live of used records, and write new records."""
         if batch.forgotten is not None:
             self._delete(name_of(batch.forgotten) + b"*")
         known = set(self.find(list(batch.records))) if batch.records else set()
@@ -223,7 +223,7 @@ class RemoteStore:
     # ---- the engine's thread ----
 
     def _learn(self, inquiry: Inquiry) -> None:
-        """Forget the blocks that the store lacks according to an answer, and mark those that it sent as used."""
+        """Forget the blocks that the store lacks according to an answer, and mark the blocks that it sent as used."""
         with self._queue.changed:
             for key in inquiry.keys:
                 if key not in inquiry.found and inquiry.error is None and not inquiry.is_abandoned:
@@ -237,7 +237,7 @@ class RemoteStore:
         return key in self._known or key in self._queue
 
     def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
-        """Queue a block for writing; it is dropped where the queue stays full, or the circuit is open."""
+        """Queue a block for writing; it is dropped if the queue stays full, or the circuit is open."""
         with self._queue.changed:
             if self._queue.is_closing or self.holds(block):
                 return
@@ -277,13 +277,13 @@ class RemoteStore:
         queue = self._queue
         if not self._breaker.allows():
             self._drop(batch)
-            # Where records are to be deleted, a store that failed is retried after a short wait.
+            # Without a pause, the thread would retry a pending deletion in a busy loop.
             queue.pause(RETRY_S)
             return
         try:
             self._connection = self._connection or self._connect()
             written = self._connection.put(batch)
-        # The client library raises errors of any kind where the answer violates the protocol.
+        # The client library raises errors of any kind if the answer violates the protocol.
         except Exception as error:
             if not self._has_failed:
                 logger.warning("the remote prefix cache has failed, the engine goes on without: %s", error)
@@ -317,7 +317,7 @@ class RemoteStore:
 
 
 def name_of(key: bytes) -> bytes:
-    """Return the name of a record in the store; of an identity, the start of its records' names."""
+    """Return the name of a record in the store; for an identity, the prefix of its records' names."""
     return NAME_PREFIX + key[:IDENTITY_BYTES].hex().encode() + b":" + key[IDENTITY_BYTES:].hex().encode()
 
 

@@ -7,7 +7,7 @@
 ```
 
 The engine's thread never waits for a slow source: it polls an inquiry between steps, and uses the records that have
-arrived by its deadline. A source that exceeds its time limit is cut off, whatever it is doing.
+arrived by its deadline. A source that exceeds its time limit is interrupted.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Record = bytes | memoryview
 
 
 class WriteBatch(NamedTuple):
-    """Changes to make together, in this order.
+    """Changes to make together: deletions, marks of use, evictions, then additions.
 
     Args:
         removed: keys of records to delete; keys without a record are ignored.
         forgotten: identity whose records are deleted, on disk `most_forgotten` of them; None to delete no identity's.
         most_forgotten: see `forgotten`.
         touched: keys of records that were used, the least recently used first.
-        records: records to add; those that exist already count as used.
+        records: records to add; records that exist already count as used.
         most_bytes: limit of the bytes of all records; the least recently used are deleted. None for no limit.
-        freed_bytes: bytes of least recently used records to delete, whatever the limit.
+        freed_bytes: bytes of least recently used records to delete, independent of the limit.
         num_resets: number of resets of the store before this batch.
     """
 
@@ -196,7 +196,7 @@ class SourcePool:
             thread.start()
 
     def ask(self, keys: Sequence[bytes], *, with_records: bool) -> Inquiry | None:
-        """Ask which records the source has, or for the records; None where the source cannot be asked now."""
+        """Ask which records the source has, or for the records; None if the source cannot be asked now."""
         self._cut_off()
         inquiry = Inquiry(tuple(keys), with_records)
         try:
@@ -209,7 +209,7 @@ class SourcePool:
         return None
 
     def end(self, inquiry: Inquiry, waited_s: float) -> None:
-        """Count an inquiry that was awaited for `waited_s` seconds; one without a whole answer is late, and given up.
+        """Count an inquiry that was awaited for `waited_s` seconds; an incomplete one counts as late, and is abandoned.
 
         The connection is cut off once its time limit has passed.
         """
@@ -257,7 +257,7 @@ class SourcePool:
                 try:
                     source = source or self._connect()
                     self._answer(inquiry, source)
-                # The client library raises errors of any kind where another thread cuts its connection off.
+                # The client library raises errors of any kind when another thread cuts its connection off.
                 except Exception as error:
                     inquiry.error = error
                     with self._lock:

@@ -11,8 +11,8 @@
 ```
 
 A proof is a keyed digest of both nonces: it shows that a side knows the token. Keys are record keys without the
-identity, which is compared once. All lengths are bounded. Nothing is encrypted. The server has a listener thread, and a
-thread per connection; each engine that requests name, up to `MOST_PEERS`, is asked by a thread of its own.
+identity, which is compared once. All lengths are bounded. Nothing is encrypted. The server has a listener thread and a
+thread per connection. The client has a thread for each engine that requests name, up to `MOST_PEERS`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FRESH_S = 5.0
 
 
 class TransferError(Exception):
-    """A peer that does not speak the protocol, serves another model, or does not know the token."""
+    """The peer does not speak the protocol, serves another model, or does not know the token."""
 
 
 class Greeting(NamedTuple):

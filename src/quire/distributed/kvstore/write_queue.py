@@ -35,10 +35,10 @@ class StoreState(Enum):
 
 
 class WriteQueue:
-    """Changes of a store that are still to be made by `write`, which handles its errors, in the queue's thread.
+    """Pending changes of a store; the queue's thread makes them by `write`, which handles its errors.
 
     Attributes:
-        changed: the lock of all this holds, and of the state; notified of each change.
+        changed: the lock of all attributes; notified of each change.
         state: see `StoreState`; the store sets it.
     """
 
@@ -84,7 +84,7 @@ class WriteQueue:
         return key in self._pending or (batch is not None and key in batch.records)
 
     def put(self, key: bytes, block: StoredBlock, payload: memoryview, room_s: float | None = 0.0) -> None:
-        """Queue a block, whose bytes are copied; it is dropped where the queue has no room for `room_s` seconds."""
+        """Queue a block, whose bytes are copied; it is dropped if the queue has no room for `room_s` seconds."""
 
         def has_room() -> bool:
             return not self._pending or self._pending_bytes + len(payload) <= MOST_PENDING_BYTES
@@ -126,12 +126,12 @@ class WriteQueue:
             self.changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all is written, or dropped; return False on a timeout."""
+        """Wait until all queued changes are written or dropped; return False on a timeout."""
         with self.changed:
             return self.changed.wait_for(lambda: self._batch is None and not self._has_work(), timeout_s)
 
     def close(self, timeout_s: float = threading.TIMEOUT_MAX, more_s: float = 0.0) -> bool:
-        """Write what is queued within a time limit, and `more_s` for the last batch; False if it was closed before."""
+        """Write queued changes within a time limit, plus `more_s` for the last batch; False if closed before."""
         with self.changed:
             if self._close_by_s is not None:
                 return False
@@ -166,7 +166,7 @@ class WriteQueue:
         self._num_forgotten = self._num_resets if num_resets is None else num_resets
 
     def discard(self) -> None:
-        """Drop the queued records; of a broken store, which counts none of them, all that is queued."""
+        """Drop the queued records, and count them; for a broken store, drop all queued changes without counting."""
         with self.changed:
             if self.state is StoreState.BROKEN:
                 self._touched, self._removed = {}, []
