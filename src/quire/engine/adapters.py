@@ -1,4 +1,4 @@
-"""The adapters that are loaded, by name, and the slots of the data plane that their contents take."""
+"""The loaded adapters by name, and the data plane's slots that hold their contents."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """A name, and the adapter that it stands for.
+    """An adapter that is loaded under a name.
 
     Args:
-        name: name that requests choose it by.
+        name: name by which requests select it.
         path: folder that it was read from.
         digest: digest of its content, which is part of the identity of its blocks.
         slot: slot in the data plane; adapters of the same content share one.
-        is_kept: True for one that stays until it is unloaded; one that came with a request may give way to others.
+        is_kept: True if it stays until it is unloaded; False if a request loaded it, so it may be evicted.
         last_use: number of uses of all adapters at its last use.
     """
 
@@ -46,7 +46,7 @@ class LoadedAdapter:
 
 
 class DataPlaneSlots(Protocol):
-    """The slots of the data plane; of several ranks, those of all."""
+    """The adapter slots of the data plane, on all ranks."""
 
     def read(self, folder: Path) -> Adapter:
         """See `quire.models.adapters.slots.AdapterSlots`."""
@@ -56,9 +56,9 @@ class DataPlaneSlots(Protocol):
 
 
 class AdapterRegistry:
-    """Loads adapters under names, and unloads them; all but `read` and `find` between two steps.
+    """Loads and unloads adapters by name; methods other than `read` and `find` are called between two steps.
 
-    A slot is freed when no name stands for its content and no unfinished request uses it.
+    A slot is freed when no name refers to its content and no unfinished request uses it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class AdapterRegistry:
             raise InvalidAdapter(str(error), field=error.field or "lora_path") from error
 
     def find(self, request: LoRARequest) -> LoadedAdapter | None:
-        """Return the adapter that a request asks for, None where its folder must be read first; thread-safe."""
+        """Return the adapter that a request selects; None if its folder must be read first. Thread-safe."""
         known = self._by_name.get(request.lora_name)
         if request.load_inplace:
             return None
@@ -98,7 +98,7 @@ class AdapterRegistry:
         return known
 
     def acquire(self, request: LoRARequest) -> LoadedAdapter:
-        """Return the adapter that a request asks for, and load it where it is not loaded."""
+        """Return the adapter that a request selects; load it if it is not loaded."""
         found = self.find(request)
         while found is None:
             try:
@@ -111,9 +111,9 @@ class AdapterRegistry:
         return found
 
     def load(self, request: LoRARequest, adapter: Adapter, *, is_kept: bool = True) -> LoadedAdapter:
-        """Load an adapter under a name; with `load_inplace`, in the place of the one that has the name.
+        """Load an adapter under a name; with `load_inplace`, replace the adapter that has the name.
 
-        Unfinished requests go on with the content that they began with.
+        Unfinished requests continue with the content that they started with.
         """
         name = request.lora_name
         if name == self._model_name:
@@ -141,7 +141,7 @@ class AdapterRegistry:
         return loaded
 
     def unload(self, name: str) -> None:
-        """Unload an adapter: requests that use it go on, and no others can ask for it."""
+        """Unload an adapter: requests that use it continue, and new ones cannot select it."""
         if name not in self._by_name:
             raise UnknownAdapter(name)
         del self._by_name[name]
@@ -159,7 +159,7 @@ class AdapterRegistry:
                 del self._slot_of[digest]
 
     def give_way(self) -> bool:
-        """Unload the least recently used adapter that came with a request and no request uses; False without any."""
+        """Unload the least recently used idle adapter that a request loaded; return False if there is none."""
         used = set(self._used_slots())
         idle = [each for each in self._by_name.values() if not each.is_kept and each.slot not in used]
         if not idle:
@@ -168,7 +168,7 @@ class AdapterRegistry:
         return True
 
     def _place(self, adapter: Adapter) -> int:
-        """Return the slot of an adapter's content, which is taken if it has none."""
+        """Return the slot of an adapter's content; content without a slot is put into a free one."""
         slot = self._slot_of.get(adapter.digest)
         if slot is not None:
             return slot
@@ -187,7 +187,7 @@ class AdapterRegistry:
 
 
 def require_adapters(adapters: AdapterRegistry | None) -> AdapterRegistry:
-    """Return the registry of an engine that has one."""
+    """Return the registry of an engine; raise `UnsupportedFeature` if it has none."""
     if adapters is None:
         raise UnsupportedFeature(
             "lora_request", "this engine serves no adapters beside the model; start with enable_lora"
@@ -196,7 +196,7 @@ def require_adapters(adapters: AdapterRegistry | None) -> AdapterRegistry:
 
 
 def acquire_adapter(adapters: AdapterRegistry | None, lora_request: LoRARequest | None) -> LoadedAdapter | None:
-    """Return the adapter that a request asks for, loaded if it was not; None for a request without one."""
+    """Return the adapter of a request, loaded if it was not; None for a request without one."""
     if lora_request is None:
         return None
     known = require_adapters(adapters)

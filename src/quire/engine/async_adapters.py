@@ -1,4 +1,4 @@
-"""The adapters of an engine that steps in its own thread: folders are read in others, while requests run."""
+"""The adapters of an engine that steps in its own thread: other threads read folders while requests run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AsyncAdapters:
 
         Args:
             lora_request: name and path.
-            is_kept: False for an adapter that gives way to others when no request uses it.
+            is_kept: False for an adapter that may be evicted for others when no request uses it.
 
         Raises:
             RequestError: the name is in use and `load_inplace` is not set, the folder has no adapter that fits, or the
@@ -59,15 +59,15 @@ class AsyncAdapters:
     async def _read(self, registry: AdapterRegistry, path: str) -> Adapter:
         """Read an adapter in another thread.
 
-        Its memory is given back with the last reference to it. So it is no result of the thread, which may keep that
-        until long after it was taken.
+        The thread does not return it, because a pool's thread may keep its last result: the adapter's memory is freed
+        with the last reference.
         """
         found: list[Adapter] = []
         await asyncio.to_thread(lambda: found.append(registry.read(path)))
         return found.pop()
 
     async def unload(self, lora_name: str) -> None:
-        """Unload an adapter: requests that use it go on, new ones are refused.
+        """Unload an adapter: requests that use it continue, new ones are refused.
 
         Raises:
             RequestError: no adapter of that name is loaded.

@@ -65,7 +65,7 @@ class Call:
 
     Args:
         run: the function.
-        answer: future for the result or the error; None where no task waits.
+        answer: future for the result or the error; None if no task waits.
     """
 
     run: Callable[[Engine], Any]
@@ -84,7 +84,7 @@ class Call:
             self._answer(self.answer.set_result, result)
 
     def fail(self, error: Exception) -> None:
-        """Set the error of a function that was not run."""
+        """Set an error as the answer: the function's own, or the reason why it was not run."""
         if self.answer is not None:
             self._answer(self.answer.set_exception, error)
 

@@ -89,7 +89,7 @@ class AsyncLLM:
 
     @classmethod
     def from_options(cls, model: str = "bundled", **options: Any) -> AsyncLLM:
-        """Load a model from flat options, those of `LLM(...)`, and start its engine."""
+        """Load a model from flat options, as for `LLM(...)`, and start its engine."""
         return cls.from_config(EngineConfig.from_options(model=model, **options))
 
     @classmethod
@@ -146,15 +146,15 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of outputs: deltas, unless `sampling_params.output_kind` is another kind.
 
-        Leaving the iteration early (closing the iterator, cancelling the task) aborts the request, whatever state it
-        is in, and frees its memory before the next step.
+        Leaving the iteration early (closing the iterator, cancelling the task) aborts the request in any state, and
+        frees its memory before the next step.
 
         Args:
             prompt: text, token ids, or a mapping with one of them; or the result of `texts.prepare`.
             sampling_params: parameters of the sampling.
             request_id: unique id; None generates one.
             priority: lower runs first, under the scheduling policy "priority"; under "fcfs" it must be 0.
-            flow: name of a flow; flows take turns, whatever their number of requests. None: a flow of its own.
+            flow: name of a flow; flows take turns, independent of their numbers of requests. None: a flow of its own.
             place: reservation with a slot for the request; None reserves one here.
             add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
@@ -166,7 +166,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: the request was refused; raised at the first item, or at once for an option
-                of a wrong type. `QueueFull` where no slot is free.
+                of a wrong type. `QueueFull` if no slot is free.
             EngineClosed: the engine was shut down.
             WorkerError: the engine is dead.
         """
@@ -210,7 +210,7 @@ class AsyncLLM:
                 if output is not None:
                     yield output
         finally:
-            if not is_finished:  # a request that the engine has ended is left alone
+            if not is_finished:  # else the engine has ended the request
                 self._submitter.abandon(stream)
 
     async def abort(self, request_id: str) -> bool:
@@ -233,7 +233,7 @@ class AsyncLLM:
         """Drop all cached prefixes, pinned ones included, for requests that are made after this call.
 
         Returns:
-            An awaitable that completes when they are dropped; it raises `WorkerError` where the engine is dead.
+            An awaitable that completes when they are dropped; it raises `WorkerError` if the engine is dead.
         """
         answer = self._put(Engine.reset_prefix_cache)
         answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it need not be awaited
@@ -251,8 +251,8 @@ class AsyncLLM:
     ) -> int:
         """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if needed.
 
-        Arguments, result and errors are those of `LLM.pin_prefix`; a prompt that must be computed needs a slot of the
-        queue, like any request.
+        See `LLM.pin_prefix` for arguments, result and errors; a prompt that must be computed needs a slot of the queue,
+        like any request.
         """
         options = RequestOptions(cache_salt=cache_salt, tenant=tenant)
         (read,) = await self.texts.prepare([prompt], ONE_TOKEN, add_special_tokens=add_special_tokens)
@@ -318,13 +318,13 @@ class AsyncLLM:
         return await self.inspect(lambda engine: engine.scheduler.requests.keys() >= set(request_ids))
 
     def change_mark(self) -> tuple[int, ...]:
-        """Return a value that differs from an earlier one where requests or blocks may have changed since."""
+        """Return a value that differs from an earlier one if requests or blocks may have changed in between."""
         engine, scheduler = self._engine, self._engine.scheduler
         queues = (scheduler.waiting, scheduler.running, scheduler.swapped, scheduler.requests)
         return (engine.num_steps, scheduler.memory.tables.version, *map(len, queues))
 
     def swapped_requests(self) -> frozenset[str]:
-        """Return the ids of the requests with a sequence whose blocks are on the host, possibly in mid-step."""
+        """Return the ids of requests with a sequence whose blocks are on the host, possibly in the middle of a step."""
         return frozenset(sequence.request.request_id for sequence in tuple(self._engine.scheduler.swapped))
 
     def default_sampling_params(self) -> dict[str, Any]:
@@ -369,14 +369,14 @@ class AsyncLLM:
         return KvReport.of(self._engine)
 
     def kv_event_source(self) -> dict[str, Any] | None:
-        """Return the address and format of the engine's KV events; None where it publishes none."""
+        """Return the address and format of the engine's KV events; None if it publishes none."""
         return None if self._engine.kv_events is None else self._engine.kv_events.describe()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for those in progress.
+        """Refuse new requests and wait for requests in progress.
 
         Returns:
-            True where all have ended in time.
+            True if all have ended in time.
         """
         return await self._submitter.drain(timeout_s)
 

@@ -30,7 +30,7 @@ class DeltaPacer:
         self._posted_s = clock()
 
     def may_hold(self) -> bool:
-        """Return whether tokens should wait for those of the next step; called by the engine's thread."""
+        """Return whether tokens should be held until the next step; called by the engine's thread."""
         return self._clock() - self._posted_s < self._interval_s
 
     def on_post(self) -> None:

@@ -67,14 +67,14 @@ class Engine:
         config: the resolved configuration.
         scheduler: scheduler, which owns all sequences and calls the memory manager.
         executor: the data plane.
-        tokenizer: None when the engine works on token ids only. Closed with the engine.
+        tokenizer: tokenizer; None if the engine works on token ids only. Closed with the engine.
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: identity of the model for the prefix cache.
         clock: seconds, monotonic.
         disk_prefetch: loader of blocks on disk; None without a prefix cache there. Closed with the engine.
-        media_reader: reader of prompts' embeddings; None where the data plane accepts none.
-        speculation: chooser of the number of drafts, adjusted after each step; None without speculative decoding.
-        grammars: compiler of grammars for structured outputs; None where they are unsupported. Closed with the engine.
+        media_reader: reader of prompts' embeddings; None if the data plane accepts none.
+        speculation: adaptive drafter, updated after each step; None without speculative decoding.
+        grammars: compiler of grammars for structured outputs; None if they are unsupported. Closed with the engine.
         hand_over: hand-over of blocks to and from other engines; None without one. Closed with the engine.
 
     Attributes:
@@ -82,7 +82,7 @@ class Engine:
         requests: builder of requests; its `prepare` may be called from any thread.
         outputs: outputs of unfinished requests.
         step_recorder: recorder of the duration of each step.
-        block_lifetimes: lifetimes of sampled blocks; None where no share of them is sampled.
+        block_lifetimes: lifetimes of sampled blocks; None if no blocks are sampled.
         adapters: loaded adapters; None without `enable_lora`.
         ranks: ranks that share the model; None for one process.
         kv_events: publication of KV events; None without one. Closed with the engine.
@@ -198,14 +198,15 @@ class Engine:
     def step(self, may_hold: Callable[[], bool] | None = None) -> list[RequestOutput]:
         """Run one step and return the outputs of the requests that have any; see `add_request`.
 
-        A failure of the data plane ends the requests of that step with an error; the others continue.
+        A failure of the data plane ends the requests of that step with an error, and the others continue, unless the
+        device or a rank has failed.
 
         Args:
-            may_hold: function that is called once the step has run. Where it returns True, outputs wait for the next
-                step, in `outputs`, unless one of them is the first of a request, or ends a sample. None holds nothing.
+            may_hold: function that is called once the step has run. If it returns True, outputs are held in `outputs`
+                until the next step, unless one of them is the first of a request, or ends a sample. None: never held.
 
         Raises:
-            WorkerError: the data plane failed in several steps in a row.
+            WorkerError: the data plane failed in several steps in a row, or its device or a rank has failed.
         """
         try:
             outputs = self._step() + self.outputs.take_outputs(may_hold)
@@ -251,7 +252,7 @@ class Engine:
         self.publish_kv_events()
 
     def publish_kv_events(self) -> None:
-        """Publish what the cache has stored and evicted since the last call."""
+        """Publish the KV events since the last call: blocks that the cache has stored or evicted."""
         if self.kv_events is not None:
             self.kv_events.publish_step()
 
@@ -357,7 +358,7 @@ class Engine:
             self._read(present)
 
     def _end_without_blocks(self) -> list[RequestOutput]:
-        """End the requests whose blocks had to come from another engine, and did not."""
+        """End the requests whose required blocks from another engine have not arrived."""
         prefetch = self._disk_prefetch
         return [] if prefetch is None else self._early_ends.end_without_blocks(prefetch.take_failed())
 

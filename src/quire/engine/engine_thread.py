@@ -48,8 +48,8 @@ class EngineThread:
             engine.ranks.on_failure(lambda error: self._commands.put(error))
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
-        # Called when the interpreter exits, while threads still run. After that, a thread that takes the GIL again is
-        # killed where it is, which aborts the process if that is in a torch operator.
+        # Called when the interpreter exits, while threads still run. Afterwards, a thread that takes the GIL again is
+        # killed, which aborts the process if the thread is in a torch operator.
         weakref.finalize(self, _end, self._commands, self._thread, EXIT_S)
 
     def put(self, command: Stream | Abort | Call) -> None:
@@ -66,7 +66,7 @@ class EngineThread:
         return self.failure is None and self._thread.is_alive()
 
     def shutdown(self, timeout_s: float) -> None:
-        """End every request and the thread, after at most `timeout_s` for its present step; may be called twice."""
+        """End every request and the thread; wait at most `timeout_s` for its current step. May be called twice."""
         _end(self._commands, self._thread, timeout_s)
 
     def dead(self) -> WorkerError:
@@ -210,7 +210,7 @@ class EngineThread:
 
 
 def _end(commands: queue.SimpleQueue[Any], thread: threading.Thread, timeout_s: float) -> None:
-    """End a thread after its present step, and wait for it, at most `timeout_s`."""
+    """End a thread after its current step, and wait for it, at most `timeout_s`."""
     commands.put(None)
     if thread is not threading.current_thread():
         thread.join(timeout_s)

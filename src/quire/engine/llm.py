@@ -49,9 +49,9 @@ class LLM(PooledLLM):
 
     Args:
         model: a local folder, a Hugging Face hub id, or "bundled".
-        options: every field of `ModelConfig`, `CacheConfig`, `SchedulerConfig`, `SpeculativeConfig` and `LoRAConfig`:
-            `dtype`, `max_model_len`, `block_size`, `num_kv_blocks`, `kv_cache_memory_bytes`, `max_num_seqs`,
-            `max_num_batched_tokens`, `enable_prefix_caching`, `skip_tokenizer_init`, `seed`, ...
+        options: fields of the parts of `EngineConfig` (`ModelConfig`, `CacheConfig`, `SchedulerConfig`,
+            `SpeculativeConfig`, `LoRAConfig`, `ParallelConfig`, `CudaGraphConfig`): `dtype`, `max_model_len`,
+            `block_size`, `num_kv_blocks`, `max_num_seqs`, `enable_prefix_caching`, `skip_tokenizer_init`, `seed`, ...
 
     Raises:
         ConfigError: an option or a checkpoint that cannot be honoured.
@@ -177,7 +177,7 @@ class LLM(PooledLLM):
                 `"media": [{"offset": ..., "embeddings": ...}, ...]`: tensors [tokens, E] of the model's dtype, which
                 replace the embeddings of the tokens from `offset` on.
             sampling_params: parameters of all prompts, or one object for each; None takes the model's own.
-            use_tqdm: show a progress bar on standard error, where that is a terminal.
+            use_tqdm: show a progress bar on standard error, if it is a terminal.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
             retain_cache: True to evict the requests' cached blocks last, within `retention_limit`.
             lora_request: adapter of all prompts, or a list with one, or None, for each; None for the model alone.
@@ -189,9 +189,9 @@ class LLM(PooledLLM):
             have the finish reason "error", and its `error` and `error_code` say why.
 
         Raises:
-            RequestError: a prompt or parameter that is refused, and none runs; of several prompts the field says which.
+            RequestError: a prompt or parameter is refused, and nothing runs; the field names one of several prompts.
         """
-        # A pass of the garbage collector over what torch has loaded takes as long as many a step of a GPU.
+        # A pass of the garbage collector over torch's objects can take as long as a step of a GPU.
         is_on_gpu = self.resolved.device != "cpu"
         with frozen_heap(is_wanted=is_on_gpu), ProgressBar(is_shown=use_tqdm) as progress:
             outputs: list[RequestOutput] = []
@@ -336,8 +336,8 @@ class LLM(PooledLLM):
         """Generate for all prompts at once, yielding each step's deltas, or the outputs that `output_kind` selects.
 
         Leaving the iteration early aborts unfinished requests. An output's `request_id` is the prompt's index as a
-        decimal number. One iteration at a time: end or close one before the next call. The arguments are those of
-        `generate`.
+        decimal number. One iteration at a time: end or close one before the next call. See `generate` for the
+        arguments.
 
         Raises:
             RequestError: a prompt or parameter that is refused, or an earlier stream that has not ended; nothing runs.

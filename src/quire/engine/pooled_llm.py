@@ -74,7 +74,7 @@ class PooledLLM(ABC):
             prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`.
             pooling_params: dimensions, normalisation and truncation; None takes the defaults.
             prompt_name: name of the checkpoint's prompt that is put in front of texts; None takes its default, if any.
-            use_tqdm: show a progress bar on standard error, where that is a terminal.
+            use_tqdm: show a progress bar on standard error, if it is a terminal.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
             lora_request: adapter of all prompts; None for the base model.
 
@@ -123,7 +123,7 @@ class PooledLLM(ABC):
         Args:
             queries: one text, or one for each document.
             documents: texts.
-            instruction: task of a reranker; None takes that of a web search.
+            instruction: task of a reranker; None for web search.
             truncate_prompt_tokens: see `PoolingParams`; of a pair, the longer text is cut first.
             use_activation: False for the logit of a cross-encoder; None or True for its score.
             use_tqdm, cache_salt, tenant, lora_request: see `embed`.
@@ -204,7 +204,7 @@ class PooledLLM(ABC):
         return self.generate(cast(list[Prompt], prepared), NO_SAMPLING, **options)
 
     def _check_idle(self) -> None:
-        """Check that no stream is in progress, whose outputs would be taken for those of the next prompts."""
+        """Check that no stream is in progress: its outputs would be taken for outputs of the next prompts."""
         if self.engine.has_unfinished:
             raise RequestError("an earlier stream of this LLM has not ended: read it to its end, or close it")
 
@@ -221,7 +221,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def as_conversations(messages: Any) -> Sequence[Any]:
-    """Return a list of conversations; a list of messages is one, and so is anything else that the reader refuses."""
+    """Return a list of conversations; a list of messages is one conversation, and so is any malformed value."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     return messages if is_list and not (messages and isinstance(messages[0], Mapping)) else [messages]
 

@@ -41,7 +41,7 @@ class SlotReservation:
 
 
 class DepartureRate:
-    """Measures the rate at which requests end while others wait, which is the rate of admissions."""
+    """Measures the rate at which requests end while others wait, which equals the rate of admissions."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -52,8 +52,7 @@ class ScoreJob(NamedTuple):
     Args:
         prompts: prompts of the requests.
         pooling: result of each request.
-        pairs: indices of the two prompts of each score: those of the query and of the document, or twice that of one
-            prompt with both texts.
+        pairs: indices of the query's and the document's prompts for each score; equal if one prompt has both texts.
         to_scores: function from the results of the prompts to the scores.
     """
 
@@ -64,12 +63,12 @@ class ScoreJob(NamedTuple):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """True where the tokenizer adds its special tokens to the prompts."""
+        """True if the tokenizer adds its special tokens to the prompts."""
         return not self.pooling.token_ids
 
     def text_name(self, idx: int, names: tuple[str, str]) -> str:
-        """Return the name of the text that a prompt is of: of the document, where a prompt has both."""
-        num_queries = len(self.prompts) - len(self.pairs)  # none where each prompt has both
+        """Return the name of a prompt's text; of the document's, if the prompt has both texts."""
+        num_queries = len(self.prompts) - len(self.pairs)  # none if each prompt has both
         is_query = idx < num_queries
         name, count = (names[0], num_queries) if is_query else (names[1], len(self.pairs))
         return name if count == 1 else f"{name}[{idx if is_query else idx - num_queries}]"
@@ -94,7 +93,7 @@ def make_score_job(
             embed each.
         queries: one query, or one for each document.
         documents: documents, at least one.
-        instruction: task of a reranker; None takes that of a web search.
+        instruction: task of a reranker; None for web search.
         names: names of the fields of both, for errors.
         use_activation: False for the logits of a classification head; None or True for its scores.
 

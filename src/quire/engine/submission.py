@@ -92,12 +92,12 @@ class Submitter:
         return stream
 
     def abandon(self, stream: Stream) -> None:
-        """End the request of a stream that nobody reads any more; one that has ended is left alone."""
+        """Abort the request of a stream that is not read any more, unless the request has ended."""
         if not self._thread.has_ended:
             self._thread.put(Abort(stream))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for those in progress; see `AsyncLLM.drain`."""
+        """Refuse new requests and wait for requests in progress; see `AsyncLLM.drain`."""
         self.is_draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._thread.streams or self._slots.num_unstarted:

@@ -11,10 +11,10 @@ WEIGHT = 0.25
 
 
 class ChunkSizeController:
-    """Measures the cost of decoding and of prefill tokens, and limits the chunk so that a step takes a given time.
+    """Measures the cost of decoding and of prefill tokens, and limits the chunk so that a step takes `limit_s`.
 
-    The model of a step: a constant time for decoding, plus a time per prefill token. The second falls as chunks grow;
-    it is measured at the chunk sizes that the controller itself chooses, so both converge together.
+    The model of a step: a constant time for decoding, plus a time per prefill token. The time per token falls as chunks
+    grow; it is measured at the chunk sizes that the controller chooses, so both converge together.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -41,5 +41,5 @@ class ChunkSizeController:
 
 
 def moving_average(average: float | None, sample: float, weight: float) -> float:
-    """Return the exponential moving average after a sample; the first sample is taken as it is."""
+    """Return the exponential moving average after a sample; the first sample is the first average."""
     return sample if average is None else average + weight * (sample - average)

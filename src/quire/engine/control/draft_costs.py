@@ -26,15 +26,15 @@ class DraftCosts:
     is stored for each measured depth, by the bit length of `S`; between measured depths it is interpolated linearly,
     beyond the largest extrapolated in proportion to the depth.
 
-    A step that overlaps another in flight is not measured. From the end of one to the end of the next is the time of
-    the device, or that of the host for a whole step, whichever is longer, and less where the host was late to read the
-    first of them. A step alone takes the time from its launch to its end, to which other load can only add.
+    A step that overlaps another in flight is not measured: the time between their ends is the longer of the device's
+    and the host's time for a step, and less if the host was late to read the first one. The time of a step that runs
+    alone, from launch to end, is reliable: other load can only add to it.
 
     Args:
         num_tokens: largest number of drafts of a sequence in a step.
 
     Attributes:
-        needs_baseline: True where the next step should have no drafts, so that the baseline is measured.
+        needs_baseline: True if the next step should have no drafts, so that the baseline is measured.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -53,7 +53,7 @@ class DraftCosts:
         Args:
             num_seqs: sequences of the step.
             num_drafts: drafts of all sequences together.
-            elapsed_s: duration in seconds; None where the step overlapped another.
+            elapsed_s: duration in seconds; None if the step overlapped another.
         """
         baseline_s = self._baseline_s.get(num_seqs)
         if num_drafts or elapsed_s is None:

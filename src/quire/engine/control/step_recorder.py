@@ -43,7 +43,7 @@ class StepRecorder:
             scheduler.preemption.rates = replace(scheduler.preemption.rates, copy_bytes_per_s=copy_bytes_per_s)
 
     def record_step(self, items: Sequence[ScheduledSequence], elapsed_s: float, *, overlaps: bool = False) -> int:
-        """Record a step."""
+        """Record a step; return its number of tokens, including drafts."""
         is_decode = isinstance(items, DecodeItems)
         num_drafts = 0 if is_decode else sum([item.num_draft for item in items])
         # Drafts are not tokens of a prompt.
@@ -59,7 +59,7 @@ class StepRecorder:
         return num_tokens + num_drafts
 
     def record_prefill(self, num_tokens: int, num_seqs: int, elapsed_s: float) -> None:
-        """Update the prefill rate, except after a mostly decoding step, whose rate is not that of a prefill."""
+        """Update the prefill rate, except after a mostly decoding step (fewer than two tokens per sequence)."""
         if num_tokens < 2 * num_seqs or elapsed_s <= 0:
             return
         decay = RATE_MEMORY_TOKENS / (RATE_MEMORY_TOKENS + num_tokens)

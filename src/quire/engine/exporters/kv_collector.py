@@ -25,7 +25,7 @@ NOT_IN_STEPS = {name: metric for name, metric in metrics_of(EngineStats).items()
 
 
 class KvMetrics(Collector):
-    """Exports an engine's blocks, its prefix cache on disk, and the counters that its steps do not report."""
+    """Exports an engine's blocks, its stores and KV transfer, and the counters that its steps do not report."""
 
     def __init__(self, engine: Engine, model_name: str, prefix: str) -> None:
         self._engine = engine

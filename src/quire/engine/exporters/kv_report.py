@@ -17,8 +17,8 @@ class KvReport(NamedTuple):
     Args:
         pins: pinned prefixes.
         retained_bytes: bytes of the blocks that are to be evicted last.
-        retention_limit_bytes: limit of those bytes.
-        residency: summaries of the times of sampled blocks, by name; None where no block is sampled.
+        retention_limit_bytes: limit of `retained_bytes`.
+        residency: summaries of the times of sampled blocks, by name; None if no block is sampled.
     """
 
     pins: PinReport

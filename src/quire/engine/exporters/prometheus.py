@@ -83,7 +83,7 @@ class Metrics:
         Gauge(name, "KV cache settings, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
 
     def set_engine(self, engine: Engine) -> None:
-        """Export an engine's memory, its prefix cache on disk and its adapters, at each rendering; called once."""
+        """Export an engine's memory, stores, KV transfer and adapters, at each rendering; called once."""
         self.registry.register(KvMetrics(engine, self._model_name, self._prefix))
         self.registry.register(LoraMetrics(engine, self._prefix))
 
@@ -127,7 +127,7 @@ class Metrics:
     def on_outputs(self, deltas: Iterable[RequestOutput]) -> None:
         """Update the metrics with deltas of requests; called in order, when they are made."""
         now_s = self._clock()
-        # Most deltas have further tokens of one sequence; those with equal times and counts are observed together.
+        # Most deltas have further tokens of one sequence; deltas with equal times and counts are observed together.
         waits: dict[tuple[float, int], int] = {}
         for delta in deltas:
             live = self._live.get(delta.request_id)
@@ -285,7 +285,7 @@ class Metrics:
         )
         self._params_n = self._histogram("request_params_n", "Parameter n of requests.", "tokens")
         self._params_max_tokens = self._histogram("request_params_max_tokens", "Parameter max_tokens.", "tokens")
-        # The name is that of the usual Prometheus middleware for HTTP servers, without a prefix.
+        # The name that the usual Prometheus middleware for HTTP servers has, without a prefix.
         labels = ["handler", "method", "status"]
         self._http_requests = Counter("http_requests", "HTTP requests by route.", labels, registry=self.registry)
 

@@ -1,4 +1,4 @@
-"""Media of a prompt: embeddings that replace those of placeholder tokens, and their offsets."""
+"""Media of a prompt: embeddings that replace the embeddings of placeholder tokens, and their offsets."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from quire.errors import RequestError, renamed
 
 
 def prompt_name(idx: int, count: int) -> str | None:
-    """Return the name of one of `count` prompts; None where there is only one, which needs no index."""
+    """Return the name of one of `count` prompts; None if there is only one, which needs no index."""
     return f"prompts[{idx}]" if count > 1 else None
 
 
@@ -28,7 +28,7 @@ def naming_prompt(name: str | None) -> Iterator[None]:
 
 @contextmanager
 def naming_conversation(idx: int, count: int) -> Iterator[None]:
-    """Let an error about a conversation that is raised within the context name `messages`, and which of several."""
+    """Let an error about a conversation that is raised within the context name `messages`, with an index if needed."""
     name = f"messages[{idx}]" if count > 1 else "messages"
     try:
         yield

@@ -29,7 +29,7 @@ class TokenPrompt(NamedTuple):
     Args:
         token_ids: token ids, never empty, each in `[0, vocab_size)`.
         text: text of the prompt, None for a prompt of token ids.
-        media: embeddings that replace those of some tokens.
+        media: embeddings that replace the embeddings of some tokens.
     """
 
     token_ids: list[int]
@@ -56,8 +56,8 @@ class PromptReader(NamedTuple):
         tokenizer: the tokenizer; None refuses text.
         vocab_size: exclusive upper limit of token ids.
         max_model_len: context length.
-        media_reader: reader of media; None, where the data plane accepts no embeddings, refuses them.
-        is_encoder: True where a prompt may fill the context; else it must leave room for one more token.
+        media_reader: reader of media; None if the data plane accepts no embeddings, which are refused then.
+        is_encoder: True if a prompt may fill the context; else it must leave room for one more token.
     """
 
     tokenizer: Tokenizer | None

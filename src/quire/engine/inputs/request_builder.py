@@ -97,9 +97,9 @@ class RequestBuilder:
         can_guess: bool,
         adapter: LoadedAdapter | None = None,
     ) -> tuple[Request, str | None]:
-        """Check a request and build it.
+        """Check a request and build it; return it with the text of its prompt, if any.
 
-        The other arguments are those of `Engine.add_request`.
+        See `Engine.add_request`. `arrival` is the request's number, `can_guess` is True if drafts can be proposed.
         """
         self._config.check_priority(options.priority)
         if not isinstance(prompt, PreparedRequest):

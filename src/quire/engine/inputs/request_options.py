@@ -1,4 +1,4 @@
-"""Options of a request beside its prompt and its sampling parameters, and the namespace of its cached prefixes."""
+"""Options of a request besides its prompt and sampling parameters, and the namespace of its cached prefixes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ MAX_TENANT_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options of a request, checked when they are made; those of all interfaces in Python and over HTTP.
+    """Options of a request, checked at construction; all interfaces use them, in Python and over HTTP.
 
     Args:
         priority: lower runs first, under the scheduling policy "priority"; under "fcfs" it must be 0, which the engine
             checks.
-        flow: name of a flow; flows take turns, whatever their number of requests. None: a flow of its own.
+        flow: name of a flow; flows take turns, independent of their numbers of requests. None: a flow of its own.
         cache_salt, tenant: only requests with equal values of both share cached prefixes.
         retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
         add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
         lora_request: adapter of the request; None for the base model.
-        final_only: True for outputs that cost less than deltas step by step: see where the request is made.
+        final_only: True for few outputs, which cost less than a delta in each step; see `Engine.add_request` and
+            `AsyncLLM.generate`.
 
     Raises:
         InvalidParameter: an option of another type, or a salt or a tenant that is empty or too long.
@@ -63,7 +64,7 @@ def read_namespace(cache_name: str, cache_salt: object, tenant: object, adapter:
     Args:
         cache_name: identity of the model for the prefix cache.
         cache_salt: the client's own secret, or None.
-        tenant: operator's name of the client; None where clients are not distinguished.
+        tenant: operator's name of the client; None if clients are not distinguished.
         adapter: digest of the adapter's content; None for the base model.
 
     Raises:

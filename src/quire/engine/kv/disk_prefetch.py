@@ -1,8 +1,8 @@
 """Disk prefetch: loads a waiting prompt's blocks from disk or a remote source into host memory, before it is matched.
 
 The scheduler calls it only for the next sequence to be admitted. A step loads at most as many tokens as it could
-compute; a sequence with more blocks on disk waits until all are loaded. Where ranks share a model, each has its shard
-of every block in its own folder:
+compute; a sequence with more blocks on disk waits until all are loaded. If ranks share a model, each has its shard of
+every block in its own folder:
 
 ```
  rank 0   which blocks? worth it? -- verdict --> read --+
@@ -38,7 +38,7 @@ from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Number of loads estimated slower than computing after which one is made anyway, to measure the rate again.
+# Every so many loads that are estimated slower than computing, one is made anyway, to measure the rate again.
 REFUSALS = 16
 # Limits of saving at shutdown: total seconds, and bytes of one part; the time is checked between parts.
 SAVE_S = 20.0
@@ -50,7 +50,7 @@ END_TIMEOUT_S = 60.0
 
 
 class DiskPrefetcher:
-    """Loads stored blocks where that is faster than computing their tokens."""
+    """Loads stored blocks if that is faster than computing their tokens."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class DiskPrefetcher:
         num_blocks, loads = self._disk_tier.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
         part: list[DiskLoad] | None = None
         if loads and (sequence.staged or self._is_worth_it(loads)):
-            # The first missing block indices of the chain; each stands for the blocks of all groups.
+            # The first missing block indices of the chain; an index includes the blocks of all groups.
             indices = sorted({load.block_idx for load in loads})[: self._free_blocks]
             self._free_blocks -= len(indices)
             # Blocks that were evicted again meanwhile are not loaded twice: the host tier is too small for them.
@@ -121,7 +121,7 @@ class DiskPrefetcher:
         return True
 
     def _stage_as_told(self, ranks: Ranks, sequence: Sequence) -> bool:
-        """Stage a sequence by the verdict of rank 0."""
+        """Stage a sequence according to the verdict received from rank 0."""
         seq_id, num_blocks, blocks, is_last = json.loads(ranks.group.receive_commands())
         if seq_id != sequence.seq_id:
             raise LockstepDrift(f"rank 0 admits sequence {seq_id} next, and this rank {sequence.seq_id}")
@@ -144,7 +144,7 @@ class DiskPrefetcher:
         return failed
 
     def write_through(self, executor: Executor) -> None:
-        """Save the blocks of the sequences that ended in a step, where the disk tier collects them, on all ranks."""
+        """Save the blocks of sequences that ended in a step, on all ranks, if the disk tier collects them."""
         ended = self._disk_tier.ended
         if not ended:
             return
@@ -162,7 +162,7 @@ class DiskPrefetcher:
         *,
         exports: bool = False,
     ) -> Seq[StoredBlock]:
-        """Copy published blocks of a chain to the stores, which write asynchronously, or for other engines only."""
+        """Copy published blocks of a chain to the stores, which write asynchronously, or only export them."""
         ops = self._disk_tier.exporting_ops(chain, num_blocks, wants)
         keys = [record_key(self._disk.identity, block) for block in ops.saves] if exports else None
         try:
@@ -182,7 +182,7 @@ class DiskPrefetcher:
         self._disk.drop(copy.src_id for copy in ops.copies if copy.src_tier is Tier.DISK)
 
     def _command(self, name: str) -> None:
-        """Have the other ranks do the same; nothing on other ranks than rank 0."""
+        """Send a command to the other ranks; do nothing on other ranks than rank 0."""
         if self.log is not None:
             self.log.put(name)
             self.log.flush()
@@ -202,7 +202,7 @@ class DiskPrefetcher:
         self.save_shard(executor, pending, clock)
 
     def save_shard(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
-        """Save the published blocks of this process for the next start; it may be killed meanwhile.
+        """Save the published blocks of this process for the next start; the process may be killed meanwhile.
 
         The blocks that would be evicted last are saved first, as far as disk space and time allow.
         """
@@ -253,7 +253,7 @@ class DiskPrefetcher:
         return None if self._disk.remote is None else self._disk.remote.stats
 
     def _load(self, sequence: Sequence, num_blocks: int, loads: Seq[DiskLoad]) -> bool:
-        """Load blocks and publish them on the host; return False where some could not be loaded."""
+        """Load blocks and publish them on the host; return False if some could not be loaded."""
         fetched = [
             FetchedBlock(load.block.group_idx, load.block_idx, ticket)
             for load, ticket in zip(loads, self._fetch(loads), strict=False)
@@ -264,7 +264,7 @@ class DiskPrefetcher:
         return len(published) == len(loads)
 
     def _fetch(self, loads: Seq[DiskLoad]) -> list[int]:
-        """Read blocks until one is missing or damaged on some rank; return the tickets of those before it."""
+        """Read blocks until one is missing or damaged on some rank; return the tickets of the blocks before it."""
         tickets: list[int] = []
         for load in loads:
             ticket = self._disk.fetch(load.block)
@@ -284,7 +284,7 @@ class DiskPrefetcher:
         return tickets[:num_agreed]
 
     def _is_worth_it(self, loads: Seq[DiskLoad]) -> bool:
-        """Return True where loading is faster than computing, or either rate is unknown."""
+        """Return whether loading is faster than computing; True if a rate is unknown, or to measure it again."""
         store = self._disk
         rate = None if store.disk is None else store.disk.load_rate
         if self._tokens_per_s is None or rate is None:

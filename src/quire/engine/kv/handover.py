@@ -24,7 +24,7 @@ from quire.memory.manager import KVCacheManager
 from quire.sequences.kv_transfer import KVTransferParams
 from quire.sequences.sequence import Request
 
-# Number of open requests from which on those that ended without an answer are removed.
+# Number of open requests at which requests that ended without an answer are removed.
 MOST_OPEN = 1024
 
 
@@ -71,7 +71,7 @@ class HandOver:
             output.kv_transfer_params = self._answer(request.request_id, ids).as_json()
 
     def source_of(self, request: Request) -> SourcePool | None:
-        """Return the engine that has the blocks of a request; None where the request names no engine."""
+        """Return the engine that has the blocks of a request; None if the request names no engine."""
         asked = request.params.kv_transfer
         if asked is None or not asked.do_remote_prefill:
             return None

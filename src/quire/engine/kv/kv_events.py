@@ -45,7 +45,7 @@ class KVEventSource:
         self.wake: Callable[[], None] | None = None
         publisher.on_resend = self.request_all
         self._lock = threading.Lock()
-        # Blocks on disk by group and digest: those that are being written, and those that were announced.
+        # Blocks by group and digest: blocks that are being written to disk, and announced blocks on disk.
         self._being_saved: dict[tuple[int, bytes], BlockStored] = {}
         self._on_disk: dict[tuple[int, bytes], BlockStored] = {}
         if store is not None and memory.archive is not None:
@@ -55,7 +55,7 @@ class KVEventSource:
     # ---- the engine's thread ----
 
     def publish_step(self) -> None:
-        """Publish the events since the last call, if there are any, or all blocks, if a subscriber asked for them."""
+        """Publish the events since the last call, if any, or all blocks, if a subscriber has requested them."""
         if self._wants_all:
             self._wants_all = False
             self._publish_all()

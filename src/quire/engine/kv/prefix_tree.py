@@ -25,7 +25,7 @@ from quire.memory.prefix.token_chain import TOKEN_BYTES, Namespace
 from quire.scheduling.scheduler import Scheduler
 
 MAX_SEGMENTS = 160
-# Greatest number of nodes visited in one scan: bounds its time where thousands branch off at one position.
+# Greatest number of nodes visited in one scan: bounds its time even if thousands branch off at one position.
 MAX_VISITED = 1_000
 NUM_LABEL_TOKENS = 12
 
@@ -37,10 +37,10 @@ class Segment(NamedTuple):
         parent: index of the segment before it; None at the beginning of a prompt.
         first_token, end_token: positions of its tokens in a prompt, `[first_token, end_token)`.
         holders: reference count of its first block, the greatest over all cache groups and tiers.
-        pool: index in `BlockScan.pools` of the first pool with its first block; None where that was evicted.
-        block: id of that block; 0 where it was evicted.
+        pool: index in `BlockScan.pools` of the first pool with its first block; None if the block was evicted.
+        block: id of this block; 0 if it was evicted.
         num_children: number of segments that follow it, some of which may not be in the scan.
-        label_ids: its first tokens; None where the viewer may not see them.
+        label_ids: its first tokens; None if the viewer may not see them.
     """
 
     parent: int | None
@@ -58,7 +58,7 @@ class TreeScan(NamedTuple):
 
     Args:
         segments: the segments.
-        is_whole: False where some were left out.
+        is_whole: False if some were left out.
     """
 
     segments: tuple[Segment, ...]

@@ -41,7 +41,7 @@ class PlannedSource(NamedTuple):
     Args:
         pool: threads that ask it.
         timeout_s: longest wait for an answer.
-        must_have: True where the request fails if its blocks do not arrive, instead of being computed here.
+        must_have: True if the request fails when its blocks do not arrive; False if they are computed here then.
     """
 
     pool: SourcePool
@@ -143,7 +143,7 @@ class SourceLoads:
                 return True
 
     def _ask_records(self, sequence: Sequence, search: _Search, tokens_per_s: float | None) -> bool:
-        """Ask the present source for the records of the longest hit; return False where it has none of them."""
+        """Ask the current source for the records of the longest hit; return False if it has none of them."""
         assert search.inquiry is not None
         assert search.current is not None
         store, found = self._store, search.inquiry.found

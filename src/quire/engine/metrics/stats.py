@@ -11,9 +11,9 @@ from quire.scheduling.stats import Metric, SchedulerStats
 
 @dataclass(slots=True)
 class EngineCounters(SchedulerStats):
-    """Counters of an engine, those of its scheduler included."""
+    """Counters of an engine, including its scheduler's."""
 
-    # `_fields`, `_replace` and `_asdict` are those of a named tuple.
+    # `_fields`, `_replace` and `_asdict` are as in a named tuple.
     _fields: ClassVar[tuple[str, ...]]
 
     prompt_tokens: Annotated[int, Metric("Prompt tokens of the requests that ran.", "prompt_tokens")] = 0

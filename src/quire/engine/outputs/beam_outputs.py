@@ -54,7 +54,7 @@ class BeamTexts:
     def outputs(self) -> tuple[list[CompletionOutput], int]:
         """Return the best hypotheses, best first, and the number of tokens that are in none of them.
 
-        Where the request was aborted or failed, its `n` outputs have only that finish reason.
+        If the request was aborted or failed, its `n` outputs have only the finish reason.
         """
         search, num_best = self._request.search, self._request.params.n
         assert search is not None

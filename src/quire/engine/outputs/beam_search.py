@@ -56,7 +56,7 @@ class BeamSearchSequence:
     Args:
         tokens: token ids of prompt and output.
         logprobs: log probabilities of the output's tokens.
-        text: text of prompt and output; the output's alone where the prompt came as token ids.
+        text: text of prompt and output; only of the output if the prompt came as token ids.
         cum_logprob: sum of the log probabilities of the output's tokens.
         finish_reason: "stop" or "length".
         stop_reason: stop token of the request that ended the output; None for the model's own end token.

@@ -65,7 +65,7 @@ class EarlyEnds:
         return outputs
 
     def withdraw_step(self, plan: StepPlan) -> None:
-        """Undo a plan that was made ahead, before an earlier step failed; its requests go on."""
+        """Undo a plan that was made ahead, before an earlier step failed; its requests continue."""
         assert isinstance(self._scheduler, AsyncScheduler), "plans are made ahead by an asynchronous scheduler"
         _warn_of_pins(self._scheduler.withdraw(plan))
 

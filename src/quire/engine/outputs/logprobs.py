@@ -1,4 +1,4 @@
-"""Log probabilities of many positions in a few arrays: 12 bytes per entry, where an object takes 250.
+"""Log probabilities of many positions in a few arrays: 12 bytes per entry instead of 250 for an object.
 
 Outputs hold these sequences; a position becomes a dictionary of `Logprob` on access.
 """
@@ -21,9 +21,9 @@ class Logprob:
     Args:
         logprob: natural logarithm, at most 0.
         rank: 1 for the likeliest token of the position.
-        decoded_token: the token's own text (with a replacement character where the token is part of a character),
-            or None when the engine has no tokenizer.
-        decoded_bytes: the token's own bytes, or None when the engine has no tokenizer.
+        decoded_token: the token's own text (with a replacement character if the token is part of a character), or None
+            if the engine has no tokenizer.
+        decoded_bytes: the token's own bytes, or None if the engine has no tokenizer.
     """
 
     logprob: float

@@ -83,7 +83,7 @@ class RequestState:
             self._prompt_logprobs = PromptLogprobs(FlatLogprobs(tokenizer))
 
     def add_token(self, sequence: Sequence, num_tokens: int, logprobs: TokenLogprobs | None) -> str | None:
-        """Append a token to one of the samples; with `reads_late`, all tokens that were not read yet, if any."""
+        """Append a token to a sample, or with `reads_late` all unread tokens; return the stop string it reaches."""
         idx = sequence.sample_idx
         sample = self._samples.get(idx)
         if sample is None:
@@ -111,7 +111,7 @@ class RequestState:
         return stop
 
     def add_finish(self, sequence: Sequence) -> None:
-        """Record the end of a sample or of a beam search; text that was held back for a stop string is released."""
+        """Record the end of a sample or of a beam search; emit text that was held back for a stop string."""
         self.has_ended = True
         if self.beams is not None:
             self.beams.reason = sequence.finish_reason
@@ -204,7 +204,7 @@ class OutputProcessor:
 
         Args:
             request: the request, with an id that no unfinished request has.
-            prompt: text of its prompt, None where it came as token ids.
+            prompt: text of its prompt; None if it came as token ids.
             arrival_s: time of its arrival, on the clock.
             final_only: see `Engine.add_request`.
         """
@@ -271,7 +271,7 @@ class OutputProcessor:
     def take_outputs(
         self, may_hold: Callable[[], bool] | None = None, *, with_progress: bool = False
     ) -> list[RequestOutput]:
-        """Return the outputs of all requests with new tokens or an end, and forget those that have finished.
+        """Return the outputs of all requests with new tokens or an end, and forget finished requests.
 
         Args:
             may_hold: see `Engine.step`.

@@ -24,14 +24,14 @@ class CompletionOutput:
         beam_score: score of a beam search: the sum of the log probabilities of the output's tokens, after penalties and
             other processing, divided by its length to the power of `length_penalty`.
         logprobs: a dictionary of `Logprob` by token id for each token of `token_ids`; None without `logprobs`.
-        finish_reason: None while running; then "stop", "length", "abort" or "error"; "tool_calls" where a chat with
-            tools ended by itself with calls that were not forced.
+        finish_reason: None while running; then "stop", "length", "abort" or "error"; "tool_calls" if a chat with tools
+            ended by itself with calls that were not forced.
         stop_reason: the stop string or stop token id that ended the output; None for the model's own end token.
         num_draft_tokens: number of draft tokens that were verified for the output so far.
         num_accepted_tokens: number of draft tokens that were accepted.
         reasoning: reasoning text in a chat with a reasoning model; else None.
         content: text of the answer, outside calls, in a chat with a reasoning model or with tools; else None.
-        tool_calls: calls in a chat with tools; the last is incomplete where the length or a stop string cut it off.
+        tool_calls: calls in a chat with tools; the last is incomplete if the length or a stop string cut it off.
     """
 
     index: int
@@ -92,18 +92,18 @@ class RequestOutput:
 
     Args:
         request_id: the caller's or the engine's name for the request.
-        prompt: the prompt's text, of `LLM.chat` the rendered conversation; None when it came as token ids.
+        prompt: the prompt's text (`LLM.chat`: the rendered conversation); None if it came as token ids.
         prompt_token_ids: the prompt's token ids; one list for all outputs of the request, not to be changed.
         outputs: whole: the sequences by index, all `n` unless the request failed before it forked, or a beam search
-            found fewer. Delta: only the sequences with new tokens or an end; in a beam search, and where `best_of`
-            exceeds `n`, none before the last delta.
+            found fewer. Delta: only the sequences with new tokens or an end; in a beam search, and if `best_of` exceeds
+            `n`, none before the last delta.
         finished: True in the last output of the request.
         prompt_logprobs: log probabilities of the prompt's tokens, None for the first one; only in the first delta.
         num_cached_tokens: number of prompt tokens that came from the prefix cache (first admission).
         num_disk_tokens: number of cached tokens whose blocks were loaded from disk.
         cache_hit_end: reason for the end of the prefix hit, in words; None until the request was admitted.
-        cache_differs_at: position of the first token that differs from the cached block that continues the hit, where
-            the hit ended because no cached prefix continues with the prompt's tokens and there is such a block.
+        cache_differs_at: position of the prompt's first token that differs from a cached block after the hit; None if
+            there is no such block, or the hit ended for another reason.
         prompt_account: the prompt's tokens by source, and computed ones by reason; None until it was admitted.
         num_pruned_tokens: number of tokens of samples that `best_of` left out, or of beams that a search dropped; in
             the last output.
@@ -111,7 +111,7 @@ class RequestOutput:
         kv_transfer_params: address at which another engine finds the prompt's blocks, in the last output of a request
             with `do_remote_decode`; else None.
         error: error of the request when a sequence's `finish_reason` is "error".
-        error_code: code of the error: "request_failed" where the request is the cause, else "engine_failed".
+        error_code: code of the error: "request_failed" if the request is the cause, else "engine_failed".
         metrics: times and preemptions.
     """
 

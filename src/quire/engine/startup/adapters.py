@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 def take_adapters(
     config: LoRAConfig, checkpoint: Checkpoint, decoder: Decoder, ranks: Ranks | None = None
 ) -> AdapterSlots | None:
-    """Let a decoder take adapters, and read those of the configuration; None where it enables none.
+    """Prepare a decoder for adapters, and read the configured ones; None if adapters are not enabled.
 
-    That is before its memory is measured and steps are captured, some of them with adapters.
+    It is called before the decoder's memory is measured and steps are captured, since some steps use adapters.
     """
     if not config.enable_lora:
         return None
@@ -49,9 +49,9 @@ def load_adapters(
     log: CommandLog | None = None,
     adapter_bytes: int | None = None,
 ) -> AdapterRegistry | None:
-    """Load the adapters of a configuration; None where the decoder takes none.
+    """Load the adapters of a configuration; None if the decoder takes none.
 
-    On other ranks than 0, nothing is loaded until rank 0 says so.
+    On other ranks than 0, nothing is loaded until rank 0 commands it.
     """
     if own is None:
         return None

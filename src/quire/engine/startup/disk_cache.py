@@ -109,7 +109,7 @@ def _identity(
         *map(repr, groups),
     ]
     if resolved.quantization is not None:
-        # Another version may round weights, and the activations beside them, to other forms.
+        # Another version may round weights, and the activations that they are multiplied with, to other forms.
         layout += [resolved.quantization, *map(repr, FORMS.values())]
     layout += filter(None, [part])
     # Another version may divide the layers of a model among stages in another way.

@@ -1,4 +1,4 @@
-"""The tokens that end the answers of a model: for stop rules, grammars, thinking and all others that ask for them."""
+"""The tokens that end the answers of a model, for stop rules, grammars, thinking and other uses."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def read_end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> f
 
 
 def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[EndToken, ...]:
-    """Return the tokens that end an answer, those that the model's files name first; none for an encoder.
+    """Return the tokens that end an answer, first the tokens that the model's files name; none for an encoder.
 
-    The tokenizer's end token is always one. Those of a folder are the ones that generation_config.json lists; where it
-    lists none, those of config.json and the special tokens with known texts. Those of a GGUF file are the ones that its
-    fields name, and its control tokens with known texts.
+    The tokenizer's end token is always one. A folder's end tokens are listed in generation_config.json; if it lists
+    none, they are the end tokens of config.json and the special tokens with known texts. A GGUF file's end tokens are
+    named by its fields; its control tokens with known texts are added.
 
     Args:
         checkpoint: the model's files.
-        tokenizer: its tokenizer; None where it works on token ids only.
+        tokenizer: its tokenizer; None if the engine works on token ids only.
     """
     if find_encoder(checkpoint.config) is not None:
         return ()

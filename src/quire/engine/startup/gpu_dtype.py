@@ -15,7 +15,7 @@ BFLOAT16_CAPABILITY = (8, 0)
 
 
 def dtype_on(device: str, dtype: torch.dtype, option: str) -> torch.dtype:
-    """Return the dtype of the weights on a device: float16 where the GPU has no bfloat16 and `option` is "auto".
+    """Return the dtype of the weights on a device: float16 if the GPU has no bfloat16 and `option` is "auto".
 
     Args:
         device: "cpu" or "cuda".

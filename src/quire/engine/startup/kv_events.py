@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_kv_events(config: EngineConfig, engine: Engine, disk: DiskBlocks | None) -> KVEventSource | None:
-    """Return the publication of an engine's KV events; None where the configuration has none."""
+    """Return the publication of an engine's KV events; None if the configuration has none."""
     options = config.cache.kv_events
     if options is None:
         return None

@@ -23,7 +23,7 @@ GENERATION_FIELDS: Final[Mapping[str, str]] = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-# The same of the metadata of a GGUF file.
+# The same for the metadata of a GGUF file.
 GGUF_PREFIX: Final = "general.sampling."
 GGUF_FIELDS: Final[Mapping[str, str]] = {
     "temp": "temperature",
@@ -40,7 +40,7 @@ GGUF_UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
     f"{GGUF_PREFIX}mirostat": (0,),
     "tokenizer.ggml.suppress_tokens": ([],),
 }
-# Number of tokens that `penalty_repeat` looks at. Here it is the whole context, which has this number.
+# Number of last tokens that `penalty_repeat` counts. This engine counts the whole context, for which the number is -1.
 GGUF_WINDOW: Final = f"{GGUF_PREFIX}penalty_last_n"
 WHOLE_CONTEXT: Final = -1
 
@@ -48,8 +48,8 @@ WHOLE_CONTEXT: Final = -1
 def read_default_params(checkpoint: Checkpoint, source: str) -> dict[str, Any]:
     """Return the sampling parameters that a model recommends; invalid values are left out with a warning.
 
-    Those of a folder are in generation_config.json, those of a GGUF file in its own metadata: a generation_config.json
-    beside the file is not read.
+    They come from a folder's generation_config.json, or from the metadata of a GGUF file: a generation_config.json in
+    the file's folder is not read.
     """
     if source != "auto":
         return {}
@@ -74,7 +74,7 @@ def sampling_fields(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _of_gguf(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters of a GGUF file; what the engine lacks is named in a warning."""
+    """Return the sampling parameters of a GGUF file; warn of parameters that the engine does not support."""
     given = {ours: _number(fields.get(GGUF_PREFIX + theirs)) for theirs, ours in GGUF_FIELDS.items()}
     params = dict(_valid(path, given))
     unserved = dict(GGUF_UNSERVED)
@@ -88,7 +88,7 @@ def _of_gguf(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: object) -> object:
-    """Return a number of the metadata, which has 32 bits, as it was before it was written."""
+    """Return the decimal number that a float32 of the metadata was written from; see `shortest`."""
     return shortest(value) if isinstance(value, float) else value
 
 

@@ -80,7 +80,7 @@ def stored_dtype(config: EngineConfig, dtype: torch.dtype) -> str:
 def step_cost(
     config: EngineConfig, model: Decoder | Encoder, draft: Decoder | None, device: str, stored: str
 ) -> StepCost:
-    """Return the GPU memory of a step; zero on a CPU, where it is not measured, and for an encoder."""
+    """Return the GPU memory of a step; zero for an encoder, and on a CPU, whose steps are not measured."""
     if device == "cpu" or isinstance(model, Encoder):
         return StepCost()
     limits = StepLimits(

@@ -23,7 +23,7 @@ from quire.scheduling.command_log import CommandReplay
 
 logger = logging.getLogger(__name__)
 
-# Options of work that only rank 0 does, since only it handles texts, with their values on other ranks.
+# Options that apply to rank 0 only, such as options of texts, with their values on other ranks.
 OF_LEADER: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "tokenizer": None,
@@ -53,7 +53,7 @@ def exit_now(status: int) -> NoReturn:
 
 def run(ranks: Ranks, config: EngineConfig) -> int:
     """Follow rank 0 until it closes; return the exit status of the process."""
-    # Threads of the model may wait forever where the group has failed.
+    # Threads of the model may wait forever if the group has failed.
     ranks.on_failure(lambda _: exit_soon(EXIT_TIMEOUT_S, 1))
     try:
         parallel, place = config.parallel, torchrun_place(config.parallel)
@@ -87,7 +87,7 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
 
 
 def _commands_of_parts(loaded: LoadedModel, *, runs_ahead: bool) -> dict[str, Callable[..., None]]:
-    """Return the functions that repeat rank 0's commands to parts beside the scheduler; see `CommandReplay`."""
+    """Return the functions that repeat rank 0's commands to parts other than the scheduler; see `CommandReplay`."""
     engine, prefetch = loaded.engine, loaded.disk_prefetch
     commands: dict[str, Callable[..., None]] = {}
     if engine.adapters is not None and isinstance(engine.adapters.slots, FollowerSlots):
@@ -95,7 +95,7 @@ def _commands_of_parts(loaded: LoadedModel, *, runs_ahead: bool) -> dict[str, Ca
     if prefetch is not None:
 
         def save() -> None:
-            # Where ranks run ahead, the plans in flight have been executed already.
+            # If ranks run ahead, the plans in flight have been executed already.
             pending = engine.scheduler.memory.take_ops() if runs_ahead else engine.scheduler.take_ops()
             prefetch.save_shard(engine.executor, pending, time.monotonic)
 

@@ -1,7 +1,7 @@
-"""Adapters of a model that ranks share: each rank reads the folders, and has its own parts of the matrices.
+"""Adapters of a model that ranks share: each rank reads the folders, and has its shard of the matrices.
 
-A folder is read by all ranks before any of them uses it, in threads beside the steps. So one that another rank does not
-find, or finds with other content, is refused as on one process. What slots have from then on is a command of rank 0.
+All ranks read a folder before any of them uses it, in other threads than the steps. So an adapter that another rank
+does not find, or finds with other content, is refused before it is used. Then commands of rank 0 set the slots.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class LeaderSlots:
 
 
 class FollowerSlots:
-    """The slots of another rank, which follow those of rank 0."""
+    """The slots of a rank other than 0, which are set by commands of rank 0."""
 
     def __init__(self, inner: AdapterSlots, limit: int) -> None:
         self._inner, self._limit = inner, limit
         self._lock = threading.Lock()
-        self._unused: dict[str, Adapter] = {}  # by digest, those that were read last at the end
+        self._unused: dict[str, Adapter] = {}  # by digest, in the order of reading
         inner.memory.make_room = self._drop_oldest
 
     def read(self, folder: Path) -> Adapter:
@@ -78,12 +78,12 @@ class FollowerSlots:
         return {"digest": adapter.digest}
 
     def _drop_oldest(self) -> bool:
-        """Give up the adapter that was read first of those without a use; return False where there is none."""
+        """Drop the unused adapter that was read first; return False if there is none."""
         with self._lock:
             return self._unused.pop(next(iter(self._unused), ""), None) is not None
 
     def repeat(self, slot: int, digest: str | None, folder: str | None) -> None:
-        """Set the adapter of a slot as rank 0 has."""
+        """Set the adapter of a slot, as commanded by rank 0."""
         if digest is None or folder is None:
             self.put(slot, None)
             return

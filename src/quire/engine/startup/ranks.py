@@ -37,7 +37,7 @@ PROGRAM: Final = "quire.engine.startup.rank_process:main"
 def start(config: EngineConfig) -> Ranks | None:
     """Start the other ranks of a model, of which this process is rank 0; None for a model of one process.
 
-    Where torchrun has started all ranks, they connect to each other. On GPUs, each rank takes its own GPU.
+    If torchrun has started all ranks, they connect to each other. On GPUs, each rank uses its own GPU.
     """
     if config.parallel.num_ranks == 1:
         return None

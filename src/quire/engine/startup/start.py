@@ -1,4 +1,4 @@
-"""Loads a model: on one process, or on the ranks that share it, of which all but rank 0 only follow it."""
+"""Loads a model: in one process, or on the ranks that share it; ranks other than 0 only follow rank 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         if ranks is not None and not ranks.is_leader:
             exit_now(run(ranks, config))
         if ranks is not None:
-            stack.callback(ranks.close)  # where loading fails; from here on the engine closes them
+            stack.callback(ranks.close)  # if loading fails; afterwards the engine closes them
         loaded = load_part(config, wrap or Wrappers(), ranks)
         stack.pop_all()
     return loaded

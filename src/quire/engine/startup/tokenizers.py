@@ -14,7 +14,7 @@ from quire.text.tokenizers.tokenizer_files import read_template
 
 
 def open_tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """Return the tokenizer; None where the options skip it.
+    """Return the tokenizer; None if the options skip it.
 
     Raises:
         ConfigError: the files have no tokenizer that can be served, or an option does not apply to them.

@@ -1,4 +1,4 @@
-"""Whether the memory that there is can hold a model's weights, checked before they are read."""
+"""Checks that a model's weights fit into the available memory, before they are read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from quire.models.specs.parameter_estimate import estimate_parameters, smaller_f
 from quire.models.specs.spec import ModelSpec
 from quire.platform.host_probe import probe, swap_bytes
 
-# A weight of bfloat16 takes 12 bits at least where it is packed without loss.
+# A bfloat16 weight that is packed without loss takes at least 12 bits.
 LOSSLESS_SHARE: Final = 0.75
 
 
 def check_weights(
     options: ModelConfig, parallel: ParallelConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype
 ) -> None:
-    """Refuse a model whose weights cannot fit: a host that runs out of memory ends the process without a word."""
+    """Refuse a model whose weights cannot fit: a host that runs out of memory kills the process without a message."""
     is_gguf = checkpoint.gguf_fields is not None
     if read_quantization_config(checkpoint.config) is not None or (is_gguf and options.quantization is not None):
-        return  # what these take depends on what each tensor is stored as
+        return  # the size depends on the stored form of each tensor
     spec, _ = build(without_quantization(checkpoint.config))
     if parallel.tensor_parallel_size > 1:
         spec = stored_spec(rank_spec(spec, parallel), parallel)
@@ -62,17 +62,17 @@ def check_weights(
 def _least_bytes(
     spec: ModelSpec, dtype: torch.dtype, form: Quantization | None, device: str, *, is_packed: bool
 ) -> int:
-    """Return the bytes that a model's matrices take at least."""
+    """Return a lower bound of the bytes of a model's matrices."""
     num_bytes = weight_bytes(spec, dtype.itemsize, form, device)
     if device == "cuda":
         return num_bytes
-    # Rows of a table may lie in the pages of the checkpoint, which the host can do without.
+    # Tables of embeddings may stay in mapped pages of the checkpoint, which the host can drop.
     num_bytes -= estimate_parameters(spec).tables * dtype.itemsize
     return int(num_bytes * LOSSLESS_SHARE) if is_packed and form is None else num_bytes
 
 
 def _stored_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Return the bytes that the matrices of a GGUF file take at least: about what they take in it."""
+    """Return a lower bound of the bytes of a GGUF file's matrices, from their sizes in the file."""
     total = 0.0
     for name, tensor in checkpoint.tensors.items():
         if len(tensor.shape) > 1 and "embed" not in name:
