@@ -107,7 +107,7 @@ def build_app(state: ServerState, tracer: RequestTracer | None = None) -> Starle
             CORSMiddleware,
             allow_origins=state.config.allow_origins,
             allow_methods=("GET", "POST"),
-            # Clients send headers of their own, nine for example; none of them can do harm without a key.
+            # Some clients send many headers of their own; none of them can do harm without a key.
             allow_headers=("*",),
             expose_headers=("retry-after", "x-request-id"),
         )

@@ -93,7 +93,7 @@ def make_state(llm: AsyncLLM, config: ServerConfig, aliases: tuple[str, ...]) ->
 
 
 def _read_tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
-    """Return and log the format of the model's tool calls; None where the model has no tools or no known format."""
+    """Return and log the format of the model's tool calls; None if the model has no tools or no known format."""
     template = None if tokenizer is None else tokenizer.chat_template
     if template is None or not template.supports_tools:
         return None
@@ -107,7 +107,7 @@ def _read_tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | 
 
 
 def _read_reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: frozenset[int]) -> ReasoningModel | None:
-    """Return and log the model's thinking; None where its format is not known."""
+    """Return and log the format of the model's thinking; None if it is unknown."""
     model = ReasoningModel.find(wanted, tokenizer, end_token_ids)
     if model is None:
         return None

@@ -31,14 +31,15 @@ class ServerConfig:
     Args:
         host: address to listen on; an address other than loopback needs `api_key`.
         port: port to listen on; 0 takes a free one.
-        uds: path of a Unix domain socket to listen on, in place of `host` and `port`.
+        uds: path of a Unix domain socket to listen on, instead of `host` and `port`.
         ssl_certfile: file of the certificate chain, in PEM; None serves without encryption.
-        ssl_keyfile: file of its private key, in PEM; None where `ssl_certfile` has the key too.
+        ssl_keyfile: file of its private key, in PEM; None if `ssl_certfile` has the key too.
         default_chat_template_kwargs: variables of the chat template, for requests that do not set them.
-        api_key: key of the clients for every route but `/health`; None admits the users of this machine.
-        operator_key: key that opens all routes, those of operation included; None leaves those to `api_key`.
+        api_key: key of the clients for all routes except `/health`, `/ping` and the page; None admits the users of this
+            machine.
+        operator_key: key for all routes, including routes of operation; None opens these to clients with `api_key`.
         allow_origins: web origins whose pages may call the server; none by default.
-        tenant_header: header in which a gateway names the tenant; None where all clients are one tenant.
+        tenant_header: header in which a gateway names the tenant; None if all clients are one tenant.
         tool_call_parser: format of the model's tool calls, also by vLLM's name; "auto" detects it in the chat template.
         reasoning_parser: format of the model's thinking, also by vLLM's name; "auto" detects it in the chat template,
             "none" leaves thinking in the content.
@@ -47,7 +48,8 @@ class ServerConfig:
         max_body_bytes: maximum length of a request body.
         max_prompts: maximum number of prompts in one request.
         max_request_logprobs: maximum number of log probabilities in the answer to one request.
-        max_connections: maximum number of connections; None takes what the limit of open files leaves, 8,192 at most.
+        max_connections: maximum number of connections; None for as many as the limit of open files allows, at most
+            8,192.
         receive_timeout_s: time limit for a request to arrive; a long one has a second more for each 16 KiB.
         send_timeout_s: time limit for a client to read some of the data that is sent to it.
         keep_alive_timeout_s: time that a connection stays open after an answer, for the next request.

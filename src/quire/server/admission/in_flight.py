@@ -1,4 +1,4 @@
-"""The requests of a server that are being tokenized, or are in the engine, and the latest times to first tokens."""
+"""The requests of a server that are being tokenized or are in the engine, and the latest times to first tokens."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class InFlightRequest:
         answer_id: `id` of its answer.
         count: number of its tokens so far.
         merger: merged stream of its outputs.
-        tenant: tenant of the client, None where all clients are one tenant.
+        tenant: tenant of the client; None if all clients are one tenant.
         started_s: time of arrival, in seconds of the monotonic clock.
         logprobs: reservation of the log probabilities in its answer.
         params: its sampling parameters.
         times: times of its first prompt; None until there is an output.
-        shown_prompt: beginning of its prompts, None where prompts are not logged.
+        shown_prompt: beginning of its prompts; None if prompts are not logged.
     """
 
     answer_id: str
@@ -53,7 +53,7 @@ class InFlightRequest:
         return (self.count.first_ns - self.count.begin_ns) / 1e9 if self.count.num_prompt else None
 
     def release(self) -> None:
-        """Give the reservation back when sending has ended, complete or not."""
+        """Release the reservation when sending has ended, complete or not."""
         if self.logprobs is not None:
             self.logprobs.release()
 
@@ -102,7 +102,7 @@ class RequestsInFlight:
         return [row for row in self._ended if row.ended_s >= since_s]
 
     def first_token_times(self, tenant: str | None) -> list[float]:
-        """Return the seconds to the first token of a tenant's requests, running or ended; of None those of all."""
+        """Return the seconds to the first token of a tenant's running and ended requests; None for all tenants."""
         times = [(row.tenant, row.first_token_s) for row in self.ended()]
         times += [(each.tenant, first_s) for each in self if (first_s := each.first_token_s) is not None]
         return [first_s for owner, first_s in times if tenant in (None, owner)]

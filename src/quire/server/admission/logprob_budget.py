@@ -53,6 +53,6 @@ class LogprobReservation:
         budget._left -= count
 
     def release(self) -> None:
-        """Give the reservation back; a second call does nothing."""
+        """Release the reservation; a second call does nothing."""
         self._budget._left += self._count
         self._count = 0

@@ -41,9 +41,9 @@ class StreamMerger:
         self._num_ended = 0
         self._has_happened = asyncio.Event()
         self._is_reader_waiting = False
-        # Whether a silence may be broken: nothing that comes can be a refusal any more.
+        # True once the engine has accepted all requests, so that none can be refused; only then silences are reported.
         self._are_added = False
-        # Whether a silence has ended, and when the last event or silence did.
+        # True if a silence is to be reported; time of the last event or report.
         self._is_idle = False
         self._happened_s = 0.0
 
@@ -54,11 +54,11 @@ class StreamMerger:
 
     @property
     def has_client_left(self) -> bool:
-        """True once the connection was closed: what is still being written is for nobody."""
+        """True once the connection was closed; further output is discarded."""
         return isinstance(self._error, ClientGone)
 
     def touch(self) -> None:
-        """Note that the client was sent something that did not come from `deltas`."""
+        """Record that the client was sent data that `deltas` did not yield."""
         self._happened_s = asyncio.get_running_loop().time()
 
     def fail(self, error: Exception) -> None:
@@ -74,8 +74,8 @@ class StreamMerger:
     ) -> AsyncGenerator[list[Delta], None]:
         """Yield the available deltas as soon as there are any, and an empty list after a silence.
 
-        A silence counts once the engine has the requests: until then one may still be refused, and what is sent for a
-        silence would have determined the status of the answer.
+        A silence counts once the engine has accepted the requests: until then one may still be refused, and data sent
+        during a silence would have determined the status of the answer.
 
         At its end, from any cause (the last output, an error, the client, the caller), every stream is closed, and with
         it the engine's request.
@@ -97,7 +97,7 @@ class StreamMerger:
                 is_idle, self._is_idle = self._is_idle, False
                 if isinstance(error, ClientGone):
                     raise error
-                # Requests that have ended are not those that the engine has; what they gave has set the status.
+                # `has_added` is False after a request has ended, but then its deltas have set the status.
                 self._are_added = self._are_added or bool(deltas)
                 if deltas or (is_idle and not is_over and error is None):
                     yield deltas

@@ -45,7 +45,7 @@ class Reply(Protocol):
     stream_format: sse.StreamFormat
 
     def chunks(self, prompt_idx: int, delta: RequestOutput, count: TokenCount) -> Iterable[dict[str, Any]]:
-        """Yield the chunks of a delta, whose tokens are counted already."""
+        """Yield the chunks of a delta, whose tokens have been counted."""
 
     def last_chunks(self, count: TokenCount) -> Iterable[dict[str, Any]]:
         """Yield the chunks after all deltas."""
@@ -72,7 +72,7 @@ class ResponseBuilder(Protocol):
         """Return the chunk of further text of a sample that has begun.
 
         Returns:
-            None where the chunk of a delta with that text would differ in more than the text.
+            None if the chunk of a delta with that text would differ in more than the text.
         """
 
     def last_chunk(self) -> dict[str, Any]:
@@ -96,11 +96,11 @@ class GenerationRequest:
         params: sampling parameters of every prompt.
         options: fields other than sampling parameters.
         field_aliases: the client's names of fields, by the engine's; equal names are left out.
-        is_prompt_only: True where the client requests no output.
+        is_prompt_only: True if the client requests no output.
         num_prompt_copies: number of times that the answer has the log probabilities of a prompt.
-        explain: function that returns the engine's error about a parameter which the route computed as one about the
-            client's; None where there is none.
-        text_name: function that returns the client's name of a prompt by its index; None where prompts are a list.
+        explain: function that converts an error about a parameter that the route computed to one about the client's
+            parameter; None if there is none.
+        text_name: function that returns the client's name of a prompt by its index; None if prompts are a list.
     """
 
     num_prompts: int
@@ -114,7 +114,7 @@ class GenerationRequest:
     text_name: Callable[[int], str] | None = None
 
     def prompt_name(self, idx: int) -> str:
-        """Return the client's name of a prompt: with its index, where there are several."""
+        """Return the client's name of a prompt, with its index if there are several."""
         if self.text_name is not None:
             return self.text_name(idx)
         name = self.field_aliases.get("prompt", "prompt")
@@ -160,7 +160,7 @@ class OpenAIReply:
         return {**chunk, "usage": None} if chunk is not None and self._options.include_usage else chunk
 
     def last_chunks(self, count: TokenCount) -> Iterator[dict[str, Any]]:
-        """Yield the chunk of the usage where the client requests it."""
+        """Yield the chunk of the usage if the client requests it."""
         if self._options.include_usage:
             yield {**self._builder.last_chunk(), "usage": count.as_json()}
 
@@ -171,7 +171,7 @@ class OpenAIReply:
     def whole(self, outputs: Sequence[RequestOutput], count: TokenCount) -> dict[str, Any]:
         """Return the answer in one piece."""
         answer = {**self._builder.whole(outputs), "usage": count.as_json()}
-        # A request with several prompts asks for none.
+        # A request with several prompts has none.
         if outputs[0].kv_transfer_params is not None:
             answer["kv_transfer_params"] = outputs[0].kv_transfer_params
         return answer
@@ -227,9 +227,9 @@ async def run(state: ServerState, request: Request, job: GenerationRequest, repl
 
 
 def _for_client(error: RequestError, job: GenerationRequest) -> RequestError:
-    """Return an error that names its field as the client does, and which of several prompts it is about."""
+    """Return an error with the client's name of its field, and with the index of one of several prompts."""
     field = job.field_aliases.get(error.field or "", error.field)
-    # A feature that the server or the model lacks is lacking for each prompt.
+    # A feature that the server or the model lacks is missing for every prompt.
     is_unsupported = isinstance(error, UnsupportedFeature)
     if error.prompt_idx is None or error.field not in ("prompt", "prompt_token_ids") or is_unsupported:
         return renamed(error, field)
@@ -255,7 +255,7 @@ async def _generate(
             job.params, lengths, llm.resolved.max_model_len, job.num_prompt_copies
         )
         request_ids = [f"{tracked.answer_id}-{idx}" for idx in range(len(prompts))]
-        # Log probabilities are many bytes for a token: they are not left for the end.
+        # Log probabilities take many bytes per token, so they are not all left for the end.
         is_short = job.params.logprobs is None and job.params.prompt_logprobs is None
         asked = RequestOptions(
             priority=options.priority,
@@ -288,7 +288,7 @@ async def _generate(
 
 
 def _check(delta: RequestOutput, where: str) -> None:
-    """Raise where the engine has ended a request: clients know neither "error" nor "abort" as a finish reason."""
+    """Raise if the engine has ended a request: clients know neither "error" nor "abort" as a finish reason."""
     reasons = {output.finish_reason for output in delta.outputs}
     if "error" in reasons and delta.error_code == RequestFailed.code:
         raise RequestFailed(f"{where}{delta.error or 'the engine gave no reason'}")
@@ -320,8 +320,8 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream; the events of one batch are joined into one piece unless they are long.
 
-    The batch that finishes the last prompt is joined with the events behind it: were the server lost between the two, a
-    client would be told of an end and of an error.
+    The batch that finishes the last prompt is joined with the events after it: if the server failed between the two, a
+    client would get both an end and an error.
     """
     form, count = reply.stream_format, tracked.count
     writer = JsonWriter(ascii_only=True)

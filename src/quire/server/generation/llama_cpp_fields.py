@@ -20,7 +20,7 @@ ALIASES: Final[Mapping[str, str]] = {
     "thinking_budget_tokens": "thinking_token_budget",
     "return_tokens": "return_token_ids",
 }
-# Those of them in which -1 sets no limit.
+# Fields of `ALIASES` in which -1 sets no limit.
 LIMITS: Final = frozenset({"n_predict", "reasoning_budget_tokens", "thinking_budget_tokens"})
 NO_LIMIT: Final = -1
 _OTHER_FILTERS: Final = "use min_p, top_n_sigma or typical_p"
@@ -67,7 +67,7 @@ WITHOUT_EFFECT: Final = (
     *(f"speculative.{name}" for name in ("n_max", "n_min", "p_min", "type")),
     *(f"speculative.ngram_{name}" for name in ("size_n", "size_m", "min_hits")),
 )
-# Number of tokens that penalties look at. Here it is the whole context, which has this number.
+# Number of last tokens that penalties count. This server counts the whole context, for which the number is -1.
 WINDOW: Final = "repeat_last_n"
 WHOLE_CONTEXT: Final = -1
 # Penalties, and the values at which they are off.

@@ -41,7 +41,7 @@ class TokenNames:
         return None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def name(self, token_id: int) -> str:
-        """Return a token's text, or its escaped bytes where they are not whole characters."""
+        """Return a token's text, or its escaped bytes if they are not whole characters."""
         piece = self.bytes(token_id)
         if self._by_id or piece is None:
             return f"token_id:{token_id}"
@@ -159,7 +159,7 @@ def _top_by_name(position: TokenLogprobs, num_top: int, names: TokenNames) -> di
 
 
 def _likeliest(position: TokenLogprobs, count: int) -> list[tuple[int, int, float]]:
-    """Return rank, token and log probability of the most likely tokens; the chosen one precedes its equals."""
+    """Return rank, token and log probability of the most likely tokens; the chosen token precedes equal ones."""
     others = [(rank, *entry) for rank, entry in enumerate(position.top, 1) if entry[0] != position.token_id]
     if position.rank <= count:
         others.insert(position.rank - 1, (position.rank, position.token_id, position.logprob))

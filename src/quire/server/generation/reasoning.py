@@ -16,7 +16,7 @@ REASONING_FIELDS = ("reasoning_effort", "include_reasoning", "thinking_token_bud
 
 
 def read_effort(fields: Fields) -> dict[str, Any]:
-    """Return the template variables that `reasoning_effort` sets, where the template has them."""
+    """Return the template variables for `reasoning_effort`; templates without them ignore them."""
     effort = fields.text("reasoning_effort")
     if effort is None:
         return {}
@@ -48,7 +48,7 @@ class ReasoningFields:
 
     @classmethod
     def of(cls, state: ServerState, fields: Fields) -> ReasoningFields | None:
-        """Return the fields that a request asks for; None where the model's thinking is not known."""
+        """Return the fields for a request; None if the format of the model's thinking is unknown."""
         is_shown = fields.flag("include_reasoning", True)
         if state.reasoning is None:
             return None
@@ -60,7 +60,7 @@ class ReasoningFields:
         return [dict.fromkeys(self.names, reasoning)] if reasoning and self.names else []
 
     def add_to(self, message: dict[str, Any], reasoning: str) -> dict[str, Any]:
-        """Return a whole message with its reasoning; its content is null where there is reasoning only."""
+        """Return a whole message with its reasoning; its content is null if there is only reasoning."""
         content = message["content"] or (None if reasoning else message["content"])
         return {**message, "content": content, **dict.fromkeys(self.names, reasoning or None)}
 

@@ -52,7 +52,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "vllm_xargs": (({},), "it names another engine's internals"),
     "tenant": ((), "a header of the operator's gateway names the tenant; cache_salt is the client's own"),
 }
-# Fields that no route may ignore: a client that gives them relies on what they mean.
+# Fields that no route may ignore, since a client that sends them relies on their effect.
 NEVER_IGNORED: Mapping[str, Refusal] = {name: UNSUPPORTED[name] for name in ("tenant", "media")}
 
 
@@ -61,14 +61,14 @@ class Options:
     """Options of both routes other than sampling parameters.
 
     Args:
-        stream: True where the answer is a stream.
-        include_usage: True where a stream ends with a chunk of token counts.
-        continuous_usage: True where every chunk has the token counts so far.
+        stream: True if the answer is a stream.
+        include_usage: True if a stream ends with a chunk of token counts.
+        continuous_usage: True if every chunk has the token counts so far.
         priority: priority under the "priority" policy; lower runs first.
         cache_salt: salt of the prefix blocks; only requests with the same salt share them.
-        retain_cache: True where the request's cached blocks are evicted last.
-        return_token_ids: True where the answer has token ids.
-        name_tokens_by_id: True where log probabilities name tokens "token_id:N".
+        retain_cache: True if the request's cached blocks are evicted last.
+        return_token_ids: True if the answer has token ids.
+        name_tokens_by_id: True if log probabilities name tokens "token_id:N".
     """
 
     stream: bool

@@ -1,4 +1,4 @@
-"""The model that an HTTP request asks for by name: the one that the server has, or an adapter of it."""
+"""The model that an HTTP request selects by name: the server's model, or an adapter of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from quire.sequences.lora import LoRARequest
 from quire.server.requests.errors import ApiError
 from quire.server.state.state import ServerState
 
-# Key of the ASGI scope with the name of the adapter that a request asks for.
+# Key of the ASGI scope with the name of the adapter that a request selects.
 ADAPTER: Final = "quire.adapter"
 
 
 def choose_model(state: ServerState, request: Request, name: str) -> None:
-    """Let a request go to the model or the adapter of a name."""
+    """Select the model or the adapter of a name for a request."""
     if name == state.llm.model_name or name in state.aliases:
         return
     adapters = [each.name for each in state.llm.adapters.loaded]
@@ -31,12 +31,12 @@ def choose_model(state: ServerState, request: Request, name: str) -> None:
 
 
 def model_name(state: ServerState, request: Request) -> str:
-    """Return the name of the model that a request goes to."""
+    """Return the name of the model or adapter that a request selects."""
     name: str = request.scope.get(ADAPTER, state.llm.model_name)
     return name
 
 
 def lora_request(request: Request) -> LoRARequest | None:
-    """Return the adapter that a request goes to, None for the model alone."""
+    """Return the adapter that a request selects; None for the model without an adapter."""
     name = request.scope.get(ADAPTER)
     return None if name is None else LoRARequest(name)

@@ -1,4 +1,4 @@
-"""The address that a server listens on, without what serves it: a mistake shows before anything large is imported."""
+"""The address that a server listens on; this module imports little, so that a mistake is reported at once."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | N
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # A password would be asked for on the terminal.
+        # Without a password, OpenSSL would prompt for it on the terminal.
         context.load_cert_chain(certfile, keyfile, password="")
     except OSError as error:  # `ssl.SSLError` is one
         reason = error.strerror or str(error)

@@ -148,11 +148,11 @@ class Connection(H11Protocol):
         self._update_deadlines(len(data))
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Continue where a client has sent its request, closed its half of the connection, and waits for the answer.
+        """Continue if a client has sent its request, closed its half of the connection, and waits for the answer.
 
-        A client that has closed both halves looks the same until data is sent to it: an interim response. Where a proxy
-        forwards bytes, the proxy's kernel takes the first interim response and only the next one fails; so interim
-        responses are sent until the answer begins.
+        A client that has closed both halves looks the same until data is sent to it, so interim responses are sent
+        until the answer begins. One is not enough: if a proxy forwards bytes, its kernel takes the first one, and only
+        the next one fails.
         """
         if self._is_half_closed:
             return True  # asyncio calls again after reading was resumed
@@ -248,7 +248,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_between_requests(self) -> bool:
-        """True where no byte of the next request has arrived."""
+        """True if no byte of the next request has arrived."""
         return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 
     def _update_deadlines(self, num_bytes: int) -> None:

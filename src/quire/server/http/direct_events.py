@@ -1,9 +1,9 @@
 """Events of a stream that are written in the call that brings their delta, without waking the stream's task.
 
 A task that is woken for a delta passes the event loop twice, and several generators; with many streams of a fast model
-that costs more than the event. Only further text goes this way, and only while the task waits with nothing unread, so
-that the order stays; the first event, the last ones, errors, long texts, and all for a client that reads slowly come
-from the task.
+that costs more than the event. Only further text is written this way, and only while the task waits and nothing is
+unread, so the order is kept. The task writes the first event, the last ones, errors, long texts, and all events for a
+client that reads slowly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.server.http.json_stream import PLACEHOLDER, JsonWriter
 if TYPE_CHECKING:
     from quire.server.http.transport import BodyWriter
 
-# Longer texts, of clients that were behind, are written in pieces by the stream's task.
+# Longer texts, which slow clients get, are written in pieces by the stream's task.
 MAX_CHARS: Final = 4096
 
 
@@ -39,7 +39,7 @@ class StreamReply(Protocol):
         """Form of its streams."""
 
     def chunks(self, prompt_idx: int, delta: RequestOutput, count: TokenCount) -> Iterable[dict[str, Any]]:
-        """Yield the chunks of a delta, whose tokens are counted already."""
+        """Yield the chunks of a delta, whose tokens have been counted."""
 
 
 class DirectEvents:
@@ -93,7 +93,7 @@ class DirectEvents:
         return "".join(parts)
 
     def _frame(self, prompt_idx: int, sample_idx: int) -> tuple[str, str] | None:
-        """Return the beginning and the end of an event with further text; None where more than the text changes."""
+        """Return the beginning and the end of an event with further text; None if more than the text changes."""
         frame = self._frames.get((prompt_idx, sample_idx))
         if frame is None and self._text_chunk is not None:
             chunk = self._text_chunk(prompt_idx, sample_idx, PLACEHOLDER)

@@ -23,7 +23,7 @@ class HttpServer(NamedTuple):
     """A server that accepts connections.
 
     Args:
-        server: uvicorn's server; the end of `serving` is asked for by its `should_exit`.
+        server: uvicorn's server; its `should_exit` ends `serving`.
         connections: open connections.
         serving: task that answers requests.
         accepting: task that accepts connections; when it is cancelled, the socket is closed.

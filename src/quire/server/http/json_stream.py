@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
-# Stands in an enclosing text for what is made later; random and never sent, so no client can forge it.
+# Marks a place in a text for content that is made later; random and never sent, so no client can forge it.
 PLACEHOLDER: Final = secrets.token_hex(16)
 # Limits of a piece on its length and on the time to make it.
 PIECE_CHARS = 64 << 10
@@ -84,7 +84,7 @@ async def paced(parts: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[byt
 
 
 def first_piece(parts: Iterable[str]) -> tuple[bytes, Iterator[str] | None]:
-    """Return the first piece of a text, and the parts after it; None where it is the last, as in most answers."""
+    """Return the first piece of a text, and the parts after it; None if it is the last, as in most answers."""
     unread = iter(parts)
     piece, is_last = _next_piece(unread, FIRST_PIECE_S)
     return piece, None if is_last else unread
@@ -96,7 +96,7 @@ async def further_pieces(parts: Iterator[str], turns: asyncio.Lock) -> AsyncGene
     while not is_last:
         async with turns:
             piece, is_last = _next_piece(parts, PIECE_S)
-            # The engine's thread needs the interpreter's lock as long as a piece may hold it.
+            # The engine's thread gets the interpreter's lock for as long as a piece may hold it.
             await asyncio.sleep(PIECE_S)
         if piece:
             yield piece
@@ -115,7 +115,7 @@ def _next_piece(parts: Iterator[str], seconds: float) -> tuple[bytes, bool]:
 
 
 class JsonAnswer:
-    """A response of JSON; a short one goes out at once, a long one as it is written."""
+    """A JSON response; a short one is sent at once, a long one piece by piece."""
 
     def __init__(self, body: Mapping[str, Any], turns: asyncio.Lock, at_end: Callable[[], None]) -> None:
         self._body = body

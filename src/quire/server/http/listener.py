@@ -33,7 +33,8 @@ def read_max_connections(wanted: int | None) -> int:
     """Return the maximum number of connections.
 
     Args:
-        wanted: configured number; None takes what the limit of descriptors leaves, `DEFAULT_MAX_CONNECTIONS` at most.
+        wanted: configured number; None for as many as the limit of descriptors allows, at most
+            `DEFAULT_MAX_CONNECTIONS`.
 
     Raises:
         ConfigError: the number is less than 1 or more than the limit leaves, or the limit leaves none.
@@ -69,7 +70,7 @@ async def accept_connections(
 ) -> None:
     """Accept connections until cancelled, then close the listener; excess connections are answered with a 503.
 
-    Where the process has no descriptors left, it retries after `RETRY_AFTER_S`, and logs at most once per
+    If the process has no descriptors left, it retries after `RETRY_AFTER_S`, and logs at most once per
     `ERROR_LOG_INTERVAL_S`.
     """
     with listener:
@@ -103,7 +104,7 @@ async def _accept(
             connection = make_connection()
             connections.begin_opening(connection)
             task = loop.create_task(_open(client, connection, connections, tls))
-            opening.add(task)  # a task that nobody holds may be collected
+            opening.add(task)  # a task without a reference may be collected
             task.add_done_callback(opening.discard)
         else:
             _reject(client)

@@ -26,9 +26,9 @@ class StreamFormat:
 
     Args:
         media_type: content type of the response.
-        is_named: True where each event has a name, the `type` of its object.
-        is_bare: True where each object is a line without a frame.
-        ping: text that keeps a silent connection open; empty where the protocol has none.
+        is_named: True if each event has a name, the `type` of its object.
+        is_bare: True if each object is a line without a frame.
+        ping: text that keeps a silent connection open; empty if the protocol has none.
         end: text at the end of every stream.
     """
 
@@ -58,7 +58,7 @@ JSON_LINES = StreamFormat(media_type="application/x-ndjson", is_bare=True, ping=
 
 
 class EventStream:
-    """A response that sends events as they come."""
+    """A response that sends events as they are made."""
 
     def __init__(
         self,

@@ -56,11 +56,11 @@ class BodyWriter:
 
     @property
     def can_write(self) -> bool:
-        """True where the answer has begun and not ended, and the client reads what it is sent."""
+        """True if the answer has begun and not ended, and the client reads fast enough."""
         cycle = self._cycle
         is_open = cycle.response_started and not cycle.response_complete and not cycle.disconnected
         return is_open and not cycle.flow.write_paused
 
     def write(self, data: bytes) -> None:
-        """Write a part that is not empty; called only where `can_write` is true."""
+        """Write a part that is not empty; called only while `can_write` is true."""
         self._cycle.transport.write(self._cycle.conn.send(h11.Data(data=data)))

@@ -1,8 +1,9 @@
 """The live map of the KV cache: snapshots and changes of all blocks' states, for a bounded number of watchers.
 
-The map is compared with what it was up to ten times a second, only while somebody watches and something has changed.
-That is cheaper than an observer of every command: a step costs the same with and without watchers, and a hundred steps
-between two comparisons cost one. What a slow watcher has not read is dropped; it gets a snapshot instead.
+The map is compared with its last state up to ten times a second, only while there are watchers and something has
+changed. This is cheaper than an observer of every command: a step costs the same with and without watchers, and many
+steps between two comparisons cost one comparison. A slow watcher loses events that it has not read, and gets a snapshot
+instead.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 16
 INTERVAL_S = 0.1
-# A comparison that takes long is made less often, so that all of them take at most a fortieth of the time; the time
-# is that of the processor, since a busy machine makes none of them dearer.
+# Long comparisons are made less often, so that all together take at most a fortieth of the time; processor time is
+# measured, because it does not depend on the machine's other load.
 REST_PER_COST = 39
 
 
@@ -51,7 +52,7 @@ class Watcher:
         self._has_happened = asyncio.Event()
 
     def put(self, event: bytes) -> None:
-        """Give an event to read; where one was not read, both are replaced by a snapshot when it is."""
+        """Give an event to read; if an earlier one is unread, both are replaced by a snapshot."""
         self._is_behind |= self._event is not None
         self._event = None if self._is_behind else event
         self._has_happened.set()
@@ -61,7 +62,7 @@ class Watcher:
         self._hub.leave(self)
 
     def close(self) -> None:
-        """Let no further event be read."""
+        """End `events`."""
         self._is_closed = True
         self._has_happened.set()
 
@@ -90,8 +91,8 @@ class BlockMapHub:
     Args:
         llm: the engine.
         is_over: function that returns True once all watchers are to leave.
-        first_tokens: function that returns the latest times to the first token of a tenant's requests, in seconds; of
-            None those of all.
+        first_tokens: function that returns the latest times to the first token of a tenant's requests, in seconds; None
+            for all tenants.
     """
 
     def __init__(
@@ -135,20 +136,20 @@ class BlockMapHub:
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
-        """Remove a watcher; without any, nothing is compared any more."""
+        """Remove a watcher; without watchers, comparisons stop."""
         self._watchers.discard(watcher)
 
     def current(self) -> tuple[BlockScan, Planes] | None:
-        """Return what was last compared; None before the first comparison."""
+        """Return the scan and the planes of the last comparison; None before the first comparison."""
         return None if self._planes is None or self._scan is None else (self._scan, self._planes)
 
     def unchanged_s(self, cell: int) -> float | None:
-        """Return the seconds since a cell was last seen to change; None where it did not since there are watchers."""
+        """Return the seconds since a cell was last seen to change; None if no change was seen since watching began."""
         since_s = self._changed_s.get(cell)
         return None if since_s is None else time.monotonic() - since_s
 
     def snapshot(self, tenant: str | None) -> bytes:
-        """Return the event with all of the map; none before the first comparison."""
+        """Return the event with the whole map; empty before the first comparison."""
         if self._planes is None or self._scan is None:
             return b""
         if tenant in self._snapshots:
@@ -165,7 +166,7 @@ class BlockMapHub:
         return event
 
     async def _run(self) -> None:
-        """Compare and tell while there are watchers."""
+        """Compare the map and send its changes while there are watchers."""
         try:
             while self._watchers and not self._is_over():
                 mark = self._llm.change_mark()
@@ -188,7 +189,7 @@ class BlockMapHub:
                 watcher.close()
 
     def _tell(self, scan: BlockScan) -> float:
-        """Give every watcher what has changed; return the seconds that it took."""
+        """Send the changes to every watcher; return the seconds of processor time that this took."""
         began_s = time.thread_time()
         self._scan = scan
         self._snapshots.clear()

@@ -1,4 +1,4 @@
-"""The states of all blocks as bytes, their changes between two scans, and these as runs."""
+"""The states of all blocks as bytes, and their changes between two scans, encoded as runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MOST_HOLDERS = 63
 CHUNK = 256
 _HOLDERS = bytes(min(count, MOST_HOLDERS) * HOLDER for count in range(256))
 _IS_NOT_ZERO = bytes(map(bool, range(256)))
-# The state of a block of others as a tenant sees it: used, idle or free.
+# The state that a tenant sees for blocks of others: used, idle or free.
 _OTHERS = bytes(HOLDER if state >= HOLDER else state & PUBLISHED for state in range(256))
 
 
 class Planes(NamedTuple):
-    """State of all blocks, those of one pool after those of another; a block's index is its cell in the map.
+    """State of all blocks, pool after pool; a block's index is its cell in the map.
 
     Args:
         states: a byte for each block: its holders (up to 63) times 4, plus 2 if it is pinned, plus 1 if published.
-        owners: a number of the first request that holds it for each block, 4 bytes each; 0 for none.
+        owners: number of the oldest request that holds a block, 4 bytes for each block; 0 for none.
         pools: the pools that were packed.
     """
 
@@ -45,7 +45,7 @@ class Planes(NamedTuple):
             parts.append(_states_of(pool, old))
             start = end
         owners = array("I", bytes(4 * start))
-        # The oldest request comes last, and is the one that a shared block shows.
+        # The oldest request comes last, so it is the owner of a shared block.
         for table in sorted(scan.tables, key=lambda table: -table.number):
             first = starts[table.pool_idx]
             for block_id in table.block_ids:
@@ -55,7 +55,7 @@ class Planes(NamedTuple):
         return cls(b"".join(parts), memoryview(owners.tobytes()).cast("I"), tuple(scan.pools))
 
     def changed(self, before: Planes | None) -> list[int]:
-        """Return the cells that differ from earlier planes, of None all that are not free."""
+        """Return the cells that differ from earlier planes; without these, all cells that are not free."""
         if before is None:
             return [cell for cell, state in enumerate(self.states) if state]
         cells: list[int] = []
@@ -84,7 +84,7 @@ class Planes(NamedTuple):
         return bytes(packed)
 
     def recent(self, scan: BlockScan, visible: set[int] | None) -> dict[str, list[int]]:
-        """Return the cells that were copied, merged and evicted since the scan before, as far as they may be seen."""
+        """Return the visible cells that were copied, merged and evicted since the previous scan."""
         found: dict[str, list[int]] = {"copied": [], "merged": [], "evicted": []}
         start = 0
         for pool in scan.pools:
@@ -96,7 +96,7 @@ class Planes(NamedTuple):
 
 
 def _states_of(pool: PoolBlocks, before: tuple[PoolBlocks, bytes] | None) -> bytes:
-    """Return the states of a pool's blocks, with an earlier scan's where nothing has changed: comparing is cheap."""
+    """Return the states of a pool's blocks; unchanged chunks are copied from an earlier scan, which is cheaper."""
     if before is None or before[0].pinned != pool.pinned:
         states = bytearray(_pack(pool.holders, pool.published))
     else:
@@ -120,7 +120,7 @@ def _pack(holders: Sequence[int], published: Sequence[object]) -> bytes:
 
 
 def _to_bytes(counts: Sequence[int]) -> bytes:
-    """Return a byte for each count, 255 for greater ones; no Python code runs for a count below."""
+    """Return each count as a byte, at most 255; Python code runs only for counts above 255."""
     try:
         return bytes(counts)
     except ValueError:

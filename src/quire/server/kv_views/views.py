@@ -42,7 +42,7 @@ class ServerViews:
         return await self._llm.inspect(look)
 
     async def describe_request(self, number: int, tenant: str | None) -> dict[str, Any] | None:
-        """Return the block tables of a request and its prefix hit; None where a tenant has no request of the number."""
+        """Return the block tables of a request and its prefix hit; None if the tenant has no request of this number."""
 
         def look(engine: Engine) -> dict[str, Any] | None:
             from quire.engine.kv.block_map import describe_request, number_of
@@ -55,5 +55,5 @@ class ServerViews:
         return await self._llm.inspect(look)
 
     def close(self) -> None:
-        """Let all watchers leave, for the server stops."""
+        """End all watchers, because the server stops."""
         self._is_over = True

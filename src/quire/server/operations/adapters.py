@@ -1,4 +1,4 @@
-"""`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`: adapters that come and go while the server runs."""
+"""`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`: change adapters while the server runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def load_lora_adapter(state: ServerState, request: Request) -> Response:
 
 
 async def unload_lora_adapter(state: ServerState, request: Request) -> Response:
-    """Answer `POST /v1/unload_lora_adapter`: requests that use the adapter go on, new ones are refused."""
+    """Answer `POST /v1/unload_lora_adapter`: requests that use the adapter continue, new ones are refused."""
     await state.llm.adapters.unload(_name(await _read(state, request)))
     return json_response({})
 

@@ -1,4 +1,4 @@
-"""`GET /kv/map`, `/kv/tree`, `/kv/block` and `/kv/request`: the KV cache, and what one block or request holds."""
+"""`GET /kv/map`, `/kv/tree`, `/kv/block` and `/kv/request`: the KV cache, and details of a block or request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.server.state.tenants import read_tenant
 
 
 async def watch_map(state: ServerState, request: Request) -> ASGIApp:
-    """Answer `GET /kv/map`: a stream of events, first a snapshot of all blocks, then what has changed."""
+    """Answer `GET /kv/map`: a stream of events, first a snapshot of all blocks, then changes."""
     tenant = _viewer(state, request)
     if state.is_draining:
         raise stopping()

@@ -138,7 +138,7 @@ async def kv(state: ServerState, request: Request) -> Response:
 
 
 async def kv_event_sources(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
-    """Answer `GET /kv_event_sources`: the publishers of KV events by data-parallel rank, none where there are none."""
+    """Answer `GET /kv_event_sources`: the publishers of KV events, by data-parallel rank; empty without any."""
     source = state.llm.kv_event_source()
     return json_response({} if source is None else {"0": source})
 

@@ -40,7 +40,7 @@ KNOWN_FIELDS = (
 
 
 async def pin_prefix(state: ServerState, request: Request) -> Response:
-    """Answer `POST /pin_prefix`: compute a prompt where it is not cached, and pin its full blocks under a name."""
+    """Answer `POST /pin_prefix`: compute a prompt if it is not cached, and pin its full blocks under a name."""
     tenant = read_tenant(state.config, request)
     fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
     has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None

@@ -25,7 +25,7 @@ GOLDEN = 0.618034
 
 
 def colour(number: int) -> str:
-    """Return the colour of a request, that of the page: from green over blue to red."""
+    """Return the colour of a request, the same as on the page: from green over blue to red."""
     hue = (75 + 290 * (number * GOLDEN % 1)) / 360
     red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, 0.5, 0.55))
     return f"#{red:02x}{green:02x}{blue:02x}"
@@ -44,7 +44,7 @@ def cell(state: int, owner: int) -> tuple[str, str]:
 
 
 def frame(scan: BlockScan, planes: Planes, width: int, height: int) -> Group:
-    """Return a frame of at most `height` lines: counts, the blocks as far as there is room, and their meaning."""
+    """Return a frame of at most `height` lines: counts, as many blocks as fit, and a legend."""
     usage, queue = scan.usage, scan.queue
     counts = f"{usage.used:,} used, {usage.idle:,} idle, {usage.free:,} free; "
     counts += f"{queue[0]:,} running, {queue[1]:,} queued, {queue[2]:,} swapped"
@@ -54,7 +54,7 @@ def frame(scan: BlockScan, planes: Planes, width: int, height: int) -> Group:
     start = 0
     for pool in scan.pools:
         size = len(pool.holders)
-        # The null block is none of a sequence's; trailing free blocks tell nothing.
+        # The null block and trailing free blocks are not shown.
         touched = len(planes.states[start + 1 : start + size].rstrip(b"\0"))
         shown = min(touched, room)
         for idx in range(start + 1, start + 1 + shown):

@@ -45,7 +45,7 @@ class Sample(NamedTuple):
 
 
 def report(before: Sample, after: Sample) -> str | None:
-    """Return the line for the time between two samples, None where nothing happened."""
+    """Return the line for the time between two samples; None if nothing happened."""
     old, new = before.totals, after.totals
     num_prompt = new.prompt_tokens - old.prompt_tokens
     num_generated = new.generation_tokens - old.generation_tokens
@@ -62,7 +62,7 @@ def report(before: Sample, after: Sample) -> str | None:
 
 
 def preemption_warning(before: Sample, now: Sample, *, is_going_on: bool) -> str | None:
-    """Return the warning that preemption begins; None without any between two samples, or where it `is_going_on`."""
+    """Return the warning that preemption begins; None without preemptions in between, or if it `is_going_on`."""
     num_preemptions = now.totals.num_preemptions - before.totals.num_preemptions
     if not num_preemptions or is_going_on:
         return None

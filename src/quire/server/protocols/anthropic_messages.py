@@ -56,7 +56,7 @@ KNOWN_FIELDS = (
     *("model", "system", "messages", "tools", "tool_choice", "stop_sequences"),
     *("thinking", "output_config", "metadata", "cache_control"),
 )
-# Patterns of a chat's fields, and the protocol's names in place of them.
+# Patterns of a chat's fields -> the protocol's names.
 NAMES: Sequence[tuple[str, str]] = (
     (r"^stop\b", "stop_sequences"),
     (r"^parallel_tool_calls$", "tool_choice.disable_parallel_tool_use"),
@@ -198,7 +198,7 @@ def _read_function(tool: Fields) -> dict[str, Any]:
 
 
 def _read_thinking(state: ServerState, thinking: Fields, *, has_tools: bool) -> dict[str, Any]:
-    """Return the fields of a chat for `thinking`; clients send a budget to models that have no use for one, too."""
+    """Return the fields of a chat for `thinking`; a budget that the model cannot follow is dropped."""
     kind, display = thinking.get("type"), thinking.get("display")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidParameter("thinking.type", kind, '"enabled", "adaptive" or "disabled"')
@@ -315,7 +315,7 @@ class MessageReply:
 
 
 def _usage(count: TokenCount) -> dict[str, Any]:
-    """Return the counts so far; tokens of the prompt that were cached are not among `input_tokens`."""
+    """Return the counts so far; `input_tokens` excludes cached tokens of the prompt."""
     return {
         "input_tokens": count.num_prompt - count.num_cached,
         "cache_creation_input_tokens": 0,

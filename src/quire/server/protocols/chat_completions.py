@@ -80,9 +80,9 @@ class ChatExtras:
     Args:
         top_logprobs: number of most likely tokens at each position; None gives no log probabilities.
         prompt_logprobs: the same for vLLM's `prompt_logprobs`.
-        token_ids: True where the answer has token ids.
+        token_ids: True if the answer has token ids.
         tool_use: the request's use of tools; None parses no calls.
-        reasoning: fields of the reasoning; None where the model's thinking is not known.
+        reasoning: fields of the reasoning; None if the format of the model's thinking is unknown.
     """
 
     top_logprobs: int | None
@@ -185,7 +185,7 @@ async def _prompts(
 
 
 class ChatReply:
-    """Turns outputs into the JSON of chat completions, with reasoning, and tool calls where they are requested."""
+    """Turns outputs into the JSON of chat completions, with reasoning, and with tool calls if they are requested."""
 
     def __init__(self, head: Mapping[str, Any], extras: ChatExtras, names: TokenNames) -> None:
         self._head = dict(head)
@@ -262,7 +262,7 @@ class ChatReply:
         return self._splitter.add(output.index, prompt_ids, output.text, is_finished=is_finished)
 
     def _calls_of(self, index: int) -> SampleCalls | None:
-        """Return the parser of a sample's calls, None where calls are not requested."""
+        """Return the parser of a sample's calls; None if calls are not requested."""
         if self._extras.tool_use is not None and index not in self._calls:
             self._calls[index] = SampleCalls(self._extras.tool_use)
         return self._calls.get(index)

@@ -1,8 +1,8 @@
 """Parts of the adapters of other protocols: a chat in this server's own form, and a sample split into its parts.
 
-An adapter converts a request to the form that `chat_completions.read_chat` reads, which is the form of messages and
-tools in the whole engine, so every bound and every constraint of chats applies to it; and it renames the fields of
-errors to its own.
+An adapter converts a request to the form that `chat_completions.read_chat` reads, the form of messages and tools in the
+whole engine, so all limits and constraints of chats apply to it; and it renames fields in errors to its protocol's
+names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.text.chat.messages import MAX_MESSAGES, SANITIZE
 from quire.text.tool_calls import SampleCalls
 from quire.text.tool_calls.calls import Piece, merge
 
-# A part of a message, or an item that becomes one, has no wish of its own.
+# Parts of a message, and items that become parts, cannot have the field `SANITIZE`.
 NO_WISH: Mapping[str, Refusal] = {SANITIZE: ((), "it is a field of whole messages")}
 # Quire's own options, which every protocol takes.
 OWN_OPTIONS = ("cache_salt", "priority", "retain_cache")
@@ -72,7 +72,7 @@ class SampleParts:
         self._shows_reasoning = extras.reasoning is not None and bool(extras.reasoning.names)
 
     def add(self, output: CompletionOutput, prompt_ids: Sequence[int]) -> list[Piece | Reasoning]:
-        """Return the pieces that a delta of the output, or the whole of it, completes."""
+        """Return the pieces that a delta of the output, or the whole output, completes."""
         reasoning, text = self._splitter.add(output.index, prompt_ids, output.text, is_finished=output.finished)
         pieces: list[Piece | Reasoning] = [Reasoning(reasoning)] if reasoning and self._shows_reasoning else []
         if self._calls is None:
@@ -85,7 +85,7 @@ class SampleParts:
         return self._calls.new_id()
 
     def finish_reason(self, output: CompletionOutput) -> str | None:
-        """Return "tool_calls" where the output stopped after a complete call, a named one too; else the engine's."""
+        """Return "tool_calls" for "stop" after a complete call, even of a named function; else the engine's reason."""
         is_call = self._calls is not None and self._calls.has_whole_calls
         return "tool_calls" if output.finish_reason == "stop" and is_call else output.finish_reason
 
@@ -132,7 +132,7 @@ def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
 
 
 def read_tools(given: object, kinds: tuple[Any, ...], refusal: str, read: Callable[[Fields], dict[str, Any]]) -> object:
-    """Return tools in a chat's form; what is malformed stays, for the chat's own reader to refuse."""
+    """Return tools in a chat's form; a value that is no list is unchanged, for the chat's own reader to refuse."""
     if not isinstance(given, list):
         return given
     tools = []
@@ -146,7 +146,7 @@ def read_tools(given: object, kinds: tuple[Any, ...], refusal: str, read: Callab
 
 
 def arguments_object(arguments: str) -> dict[str, Any] | None:
-    """Return the arguments of a call as an object that can be written again."""
+    """Return the arguments of a call as an object; None if they are no JSON object."""
     try:
         value = parse(arguments.encode())
         json.dumps(value, allow_nan=False)

@@ -63,12 +63,12 @@ class CompletionExtras:
     """Contents of a completion in addition to its output.
 
     Args:
-        echo: True where the prompt precedes the output.
+        echo: True if the prompt precedes the output.
         logprobs: number of most likely tokens at each position; None gives no log probabilities.
         prompt_logprobs: the same for vLLM's `prompt_logprobs`.
-        is_prompt_only: True where the output is left out (`max_tokens` 0).
-        token_ids: True where the answer has token ids.
-        skip_special_tokens: True where the text has no special tokens.
+        is_prompt_only: True if the output is left out (`max_tokens` 0).
+        token_ids: True if the answer has token ids.
+        skip_special_tokens: True if the text has no special tokens.
     """
 
     echo: bool
@@ -142,7 +142,7 @@ def _are_token_ids(values: list[Any]) -> bool:
     return {*map(type, values)} <= {int}
 
 
-# The forms of an item of a list, which has one of them throughout.
+# The forms of a list's items; all items of a list have the same form.
 FORMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda item: isinstance(item, str), "a string"),
     (
@@ -179,7 +179,7 @@ class _Part(NamedTuple):
     Args:
         text: text in the answer.
         token_ids: its tokens.
-        logprobs: log probabilities of the tokens; empty where they are not requested.
+        logprobs: log probabilities of the tokens; empty if they are not requested.
         offsets: start of each token in the answer's text; read once, after the offsets of the previous part.
     """
 
@@ -211,7 +211,7 @@ class CompletionReply:
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a delta: the prompt first where it is requested, then the output."""
+        """Yield the chunks of a delta: first the prompt if it is requested, then the output."""
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_idx] = delta.prompt_logprobs
         for output in delta.outputs:

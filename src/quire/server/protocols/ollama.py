@@ -67,7 +67,7 @@ OPTIONS: Mapping[str, str] = {
     },
 }
 OPTION_NAMES = {chat: option for option, chat in OPTIONS.items()}
-NAMES: Sequence[tuple[str, str]] = (  # patterns of a chat's other fields, and Ollama's names in place of them
+NAMES: Sequence[tuple[str, str]] = (  # patterns of a chat's other fields -> Ollama's names
     (r"^response_format(\.json_schema\.schema)?", "format"),
     (r"^(messages\[\d+\])\.reasoning_content$", r"\1.thinking"),
     (r"^(messages\[\d+\])\.name$", r"\1.tool_name"),
@@ -102,7 +102,7 @@ async def chat(state: ServerState, request: Request) -> ASGIApp:
 
 
 async def generate(state: ServerState, request: Request) -> ASGIApp:
-    """Answer `POST /api/generate`: a prompt as a conversation of one message, or as it is with `raw`."""
+    """Answer `POST /api/generate`: a prompt as a conversation of one message, or unchanged with `raw`."""
     fields = await _read(state, request)
     prompt, is_raw, given = fields.text("prompt"), fields.flag("raw"), read_prompt(fields)
     if not prompt:
@@ -120,13 +120,13 @@ async def generate(state: ServerState, request: Request) -> ASGIApp:
 
 
 def read_conversation(fields: Fields) -> dict[str, Any]:
-    """Convert the fields of `/api/chat` to those of a chat."""
+    """Convert the fields of `/api/chat` to the fields of a chat."""
     messages = list(_read_messages(fields.get("messages")))
     return read_chat_fields(fields) | {"messages": messages, "tools": fields.get("tools")}
 
 
 def read_prompt(fields: Fields) -> dict[str, Any]:
-    """Convert the fields of `/api/generate` to those of a chat, or of a completion where the prompt is raw."""
+    """Convert the fields of `/api/generate` to the fields of a chat, or of a completion if the prompt is raw."""
     prompt, system = fields.text("prompt"), fields.text("system")
     if fields.flag("raw"):
         return read_chat_fields(fields) | {"prompt": prompt}
@@ -142,7 +142,7 @@ async def tags(state: ServerState, request: Request) -> Response:  # noqa: ARG00
 
 
 async def running(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
-    """Answer `GET /api/ps` with what is known of the loaded model: neither the size of its weights nor a digest."""
+    """Answer `GET /api/ps` with the loaded model, without the size of its weights and a digest, which are unknown."""
     resolved = state.llm.resolved
     model: dict[str, Any] = {"name": state.llm.model_name, "model": state.llm.model_name, "details": _details(state)}
     model |= {"expires_at": NEVER, "context_length": resolved.max_model_len}
@@ -170,7 +170,7 @@ async def show(state: ServerState, request: Request) -> Response:
 
 
 def _capabilities(state: ServerState) -> list[str]:
-    """Return Ollama's names of what the model can do."""
+    """Return the capabilities of the model, by Ollama's names."""
     can = {
         "completion": state.llm.pooling.has_head,
         "tools": state.llm.pooling.has_head and state.tool_format is not None,
@@ -212,7 +212,7 @@ def rename(field: str) -> str:
 
 
 def read_chat_fields(fields: Fields) -> dict[str, Any]:
-    """Convert the fields of both routes to those of a chat."""
+    """Convert the fields of both routes to the fields of a chat."""
     given = {name: fields.get(name) for name in OWN_OPTIONS}
     given["stream"] = fields.flag("stream", True)
     options = fields.object("options") or Fields({}, "options.")
@@ -279,7 +279,7 @@ def _read_raw(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
 
 
 class ChatLines:
-    """Turns outputs into the lines of `/api/chat`; a call is a part of one line, as soon as it is whole."""
+    """Turns outputs into the lines of `/api/chat`; a call is in one line, once it is complete."""
 
     stream_format = sse.JSON_LINES
 
@@ -365,7 +365,7 @@ def _thinking(pieces: Sequence[object]) -> dict[str, str]:
 
 
 def _loaded(state: ServerState, body: Mapping[str, Any]) -> Response:
-    """Return the answer to a request without a prompt, with which clients load a model: it is there."""
+    """Return the answer to a request without a prompt, which clients send to load a model: it is loaded already."""
     line = {"model": state.llm.model_name, "created_at": _timestamp(time.time()), **body}
     return json_response({**line, "done": True, "done_reason": "load"})
 

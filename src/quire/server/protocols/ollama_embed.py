@@ -104,7 +104,7 @@ async def _embed(
     build: Build,
     field: str,
 ) -> ASGIApp:
-    """Run a pooled request for each input; without inputs, with which clients load a model, the answer is empty."""
+    """Run a pooled request for each input; the answer is empty without inputs, as clients send to load a model."""
     config = state.llm.pooling
     config.check(params)
     options = fields.object("options") or Fields({}, "options.")

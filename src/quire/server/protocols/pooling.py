@@ -210,7 +210,7 @@ async def _answer(
 
 
 def _texts(value: object) -> Any:
-    """Return one text, or several, as a list; of objects with a `text`, that. Other values are returned unchanged."""
+    """Return one text, or several, as a list; objects are replaced by their `text`, other values are unchanged."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list):

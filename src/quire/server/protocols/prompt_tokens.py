@@ -1,8 +1,8 @@
-"""`POST /prompt_tokens`: what a router needs to know of a request before it chooses a server for it.
+"""`POST /prompt_tokens`: the data of a request that a router needs before it chooses a server for it.
 
 The body is `{"path": "/v1/chat/completions", "body": {...}}`, the request that is to be routed; the answer is
-`{"tokens": [...], "adapter": null, "cache_salt": null}`. The prompt is rendered as the route itself would, whatever
-its protocol, so the tokens are those that the prefix cache will be asked for.
+`{"tokens": [...], "adapter": null, "cache_salt": null}`. The prompt is rendered as by the route itself, for every
+protocol, so these tokens will be looked up in the prefix cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.server.state.state import ServerState
 from quire.text.chat.chat_prompt import ChatPrompt
 
 COMPLETIONS: Final = "/v1/completions"
-# The fields of a chat, of a request to each route.
+# Functions from the fields of a request to the fields of a chat, by route.
 CHATS: Final[Mapping[str, Callable[[ServerState, Fields], dict[str, Any]]]] = {
     "/v1/chat/completions": lambda _, fields: fields.as_dict(),
     "/v1/messages": anthropic_messages.read_chat_fields,

@@ -62,7 +62,7 @@ KNOWN_FIELDS = (
     *("model", "input", "instructions", "tools", "tool_choice", "text", "reasoning", "max_output_tokens"),
     *("store", "metadata", "include", "stream_options", "max_tool_calls"),
 )
-# Fields that a response repeats as they are.
+# Fields that a response repeats unchanged.
 REPEATED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "reasoning", "temperature", "top_p", "user", "text"),
 )
@@ -76,7 +76,7 @@ TEXT_EVENTS = {
     "function_call": "response.function_call_arguments",
 }
 MESSAGE = re.compile(r"^messages\[\d+\](\.tool_calls\[\d+\])?")
-# Patterns of a chat's fields, and the protocol's names in place of them.
+# Patterns of a chat's fields -> the protocol's names.
 NAMES: Sequence[tuple[str, str]] = (
     (r"^messages$", "input"),
     (r"^max_tokens$", "max_output_tokens"),

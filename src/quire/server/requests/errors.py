@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Key of the ASGI scope of a generating request, with its `InFlightRequest`.
 IN_FLIGHT = "quire.in_flight"
-# Keys of the ASGI scope that the guard sets: the request's id; the one in its answer's header and in logs, which may be
+# Keys of the ASGI scope that the guard sets: the request's id; the id in its answer's header and in logs, which may be
 # the client's; and whether the request has the operator's key.
 REQUEST_ID = "quire.request_id"
 SHOWN_ID = "quire.shown_id"
@@ -35,7 +35,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-# Anthropic's types where they differ from OpenAI's.
+# Anthropic's types that differ from OpenAI's.
 ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 

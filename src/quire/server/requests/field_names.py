@@ -1,4 +1,4 @@
-"""Names of fields in errors, as the clients of a protocol know them."""
+"""Names of fields in errors, as in the protocol that the client uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.server.requests.fields import Fields
 
 @contextmanager
 def renaming(rename: Callable[[str], str]) -> Iterator[None]:
-    """Let an error that is raised within the context name its field as the client does."""
+    """Let an error that is raised within the context have the client's name of its field."""
     try:
         yield
     except RequestError as error:

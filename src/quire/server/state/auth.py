@@ -1,4 +1,4 @@
-"""Authentication: every request gets an id, and needs the key where there is one."""
+"""Authentication: every request gets an id, and needs the key if the server has one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.requests.errors import IS_OPERATOR, REQUEST_ID, SHOWN_ID, TASK_ENDING_ERRORS, ApiError, error_response
 
-# The page is the same for all, and asks for the key itself.
+# The page is the same for all clients, and prompts for the key itself.
 OPEN_PATH = re.compile(r"/health|/ping|/|/page/[^/]*")
 # A request id of the client: visible characters, so that it can stand in a header and a line of a log.
 CLIENT_ID = re.compile(r"[!-~]{1,128}")
@@ -32,7 +32,7 @@ class Guard:
         api_key: key of the clients, as a bearer token, in the header `x-api-key` (Anthropic's clients), or as the
             password of basic authentication (which a browser can send for the page). None admits every request whose
             host is a local name or an address.
-        operator_key: key of the operators; None where clients may use the routes of operation.
+        operator_key: key of the operators; None if clients may use the routes of operation.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, operator_key: str | None = None) -> None:
@@ -90,7 +90,7 @@ def check_operator(request: Request, *, has_operators: bool) -> None:
 
     Args:
         request: request that the guard has admitted.
-        has_operators: True where operators have a key; without one, clients may use these routes.
+        has_operators: True if operators have a key; without one, clients may use these routes.
 
     Raises:
         ApiError: 401, the request has no key; 403, it has a client's.

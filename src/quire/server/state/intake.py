@@ -57,7 +57,7 @@ class Intake:
                 self._state.bodies.give_back_soon()
 
     def _count(self, upload: Upload, num_bytes: int) -> None:
-        """Count bytes of an upload; where they exceed the limit, end the upload that has been silent the longest."""
+        """Count bytes of an upload; if all uploads exceed the limit, end the one that has been silent the longest."""
         before, upload.num_bytes = upload.num_bytes, upload.num_bytes + num_bytes
         if upload.num_bytes <= FREE_BYTES:
             return

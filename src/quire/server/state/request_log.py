@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS"})
-# Label of what a client may choose freely: unknown paths and methods.
+# Label of unknown paths and methods, which clients can choose freely.
 OTHER = "other"
 
 
@@ -82,7 +82,7 @@ class RequestRecorder:
             )
 
     def _route(self, path: str) -> str:
-        """Return the path of the route that a request is for."""
+        """Return the path of a request's route."""
         if path in self._paths:
             return path
         return next((route for start, route in self._open_paths if path.startswith(start)), OTHER)

@@ -28,11 +28,11 @@ class ServerState:
         bodies: parser of request bodies.
         version: version of Quire.
         created: time of the server's start, in Unix seconds.
-        tool_format: format of the model's tool calls, None where it is not known.
-        reasoning: the model's thinking, None where it is not known.
+        tool_format: format of the model's tool calls; None if it is unknown.
+        reasoning: format of the model's thinking; None if it is unknown.
         aliases: further names of the model.
         is_draining: True once the server is stopping.
-        in_flight: requests in the engine.
+        in_flight: requests that are being tokenized or are in the engine.
         views: views of the engine for operators and the page.
         logprobs: budget of log probabilities in answers.
         writing: lock that is held while a piece of a long answer is made; see `json_stream.paced`.
@@ -57,6 +57,6 @@ class ServerState:
         self.logprobs = LogprobBudget(self.config.max_request_logprobs)
 
     def close(self) -> None:
-        """Let all watchers leave, and end the parser of bodies."""
+        """End all watchers and the parser of bodies."""
         self.views.close()
         self.bodies.close()

@@ -10,7 +10,7 @@ from quire.server.settings import ServerConfig
 
 
 def read_tenant(config: ServerConfig, request: Request) -> str | None:
-    """Return the tenant of a request, None where all clients are one tenant."""
+    """Return the tenant of a request; None if all clients are one tenant."""
     name = config.tenant_header
     if name is None:
         return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config.extras import importing_extra
 from quire.server.admission.in_flight import InFlightRequest
 
-if TYPE_CHECKING:  # an extra, imported only where traces are asked for
+if TYPE_CHECKING:  # an extra, imported only if traces are enabled
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SPAN_NAME = "llm_request"
@@ -22,7 +22,7 @@ class RequestTracer:
     Args:
         endpoint: address of an OTLP collector over HTTP, with its path, such as `http://127.0.0.1:4318/v1/traces`.
         version: version of Quire.
-        exporter: exporter of spans in place of the one to `endpoint`.
+        exporter: exporter of spans, instead of one to `endpoint`.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
