@@ -186,20 +186,20 @@ class TestMemory:
         ranks = [self.gpu(70, 80), self.gpu(60, 80, step=3), self.gpu(40, 48, host=32), self.gpu(1, 24)]
         for first in ranks:
             for second in ranks:
-                agreed = first.least([second])
-                assert agreed == second.least([first])
+                agreed = RankMemory.least([first, second])
+                assert agreed == RankMemory.least([second, first])
                 for share in (0.3, 0.5, 0.9, 1.0):
                     budget = budget_of(agreed, share)
                     assert budget <= min(budget_of(first, share), budget_of(second, share))
                 assert agreed.available <= min(first.available, second.available)
-        assert ranks[0].least([ranks[1]]) == RankMemory(60 * GIB, 80 * GIB, 32 * GIB, 3 * GIB, 3)
+        assert RankMemory.least(ranks[:2]) == RankMemory(60 * GIB, 80 * GIB, 32 * GIB, 3 * GIB, 3)
 
     def test_gpus_are_not_shared_and_the_memory_of_hosts_is(self) -> None:
         own = self.gpu(70, 80, host=64)
         assert (own.available, own.host) == (70 * GIB, 32 * GIB)
         cpu = RankMemory.of(Machine(device="cpu", available_bytes=64 * GIB, num_threads=8), StepCost(), num_local=2)
         assert cpu == RankMemory(32 * GIB, None, None, 0, 0)
-        assert cpu.least([cpu._replace(available=GIB)]).available == GIB
+        assert RankMemory.least([cpu, cpu._replace(available=GIB)]).available == GIB
 
     def test_all_ranks_get_the_same(self) -> None:
         ranks = two_ranks()

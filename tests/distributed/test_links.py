@@ -112,3 +112,17 @@ def test_errors_come_back(error: BaseException) -> None:
     if isinstance(error, QuireError):
         assert type(back) is type(error)
         assert getattr(back, "field", None) == getattr(error, "field", None)
+
+
+def test_ranks_agree_on_what_rank_0_makes_of_their_facts(three: list[RankLinks]) -> None:
+    results: dict[int, int] = {}
+
+    def work(rank: int) -> None:
+        results[rank] = three[rank].agree([rank], lambda facts: facts.index([2]) + len(facts), WAIT_S)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert results == dict.fromkeys(range(3), 5)

@@ -8,15 +8,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 
 from quire.config import ParallelConfig
 from quire.distributed.device_group import DeviceRankGroup, StagedTransport
 from quire.distributed.launch import LOCAL, START_TIMEOUT_S
-from quire.distributed.links import LEADER, RankLinks
+from quire.distributed.links import RankLinks
 from quire.distributed.ranks import Ranks
 from quire.distributed.torchrun import TorchrunPlace
 from quire.distributed.transport import DeviceTransport
@@ -33,8 +32,7 @@ LOOK_S: Final = 0.1
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass(frozen=True, slots=True)
-class RankDevice:
+class RankDevice(NamedTuple):
     """Properties of a rank's device, which must be the same on all ranks.
 
     Args:
@@ -142,18 +140,19 @@ def _agree(ranks: Ranks, own: RankDevice, place: TorchrunPlace | None) -> Callab
     import torch.distributed
 
     dist: Any = torch.distributed
-    links = ranks.links
-    if ranks.is_leader:
-        for rank in range(1, ranks.size):
-            check_alike(own, RankDevice(*links.receive_fact(rank, START_TIMEOUT_S)), rank)
-        server = None
+    server: Any = None
+
+    def check(facts: list[Any]) -> int:
+        nonlocal server
+        for rank, fact in enumerate(facts):
+            check_alike(own, RankDevice(*fact), rank)
         if own.uses_nccl and place is None:
             server = dist.TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
-        for rank in range(1, ranks.size):
-            links.send_fact(rank, 0 if server is None else server.port)
-        return lambda: _torchrun_store(dist, place) if server is None else server
-    links.send_fact(LEADER, [own.kind, own.has_bfloat16, own.uses_nccl])
-    port = links.receive_fact(LEADER, START_TIMEOUT_S)
+        return 0 if server is None else server.port
+
+    port = ranks.links.agree(own, check, START_TIMEOUT_S)
+    if server is not None:
+        return lambda: server
     return lambda: dist.TCPStore(LOCAL, port, is_master=False) if port else _torchrun_store(dist, place)
 
 

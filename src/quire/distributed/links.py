@@ -67,6 +67,20 @@ class RankLinks:
                 if time.monotonic() >= deadline:
                     raise RankFailed(rank, f"did not answer within {timeout_s:g} s") from None
 
+    def agree(self, fact: Any, combine: Callable[[list[Any]], Any], timeout_s: float) -> Any:
+        """Return, on every rank, the JSON value that rank 0 makes of the facts of all, which are in their order.
+
+        Errors are those of `receive_fact`.
+        """
+        if self._rank != LEADER:
+            self.send_fact(LEADER, fact)
+            return self.receive_fact(LEADER, timeout_s)
+        others = sorted(self._sockets)
+        result = combine([fact, *(self.receive_fact(rank, timeout_s) for rank in others)])
+        for rank in others:
+            self.send_fact(rank, result)
+        return result
+
     # ---- failures ----
 
     def check(self) -> None:

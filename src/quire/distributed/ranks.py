@@ -51,9 +51,10 @@ class RankMemory(NamedTuple):
         available = machine.available_bytes // (num_local if machine.total_bytes is None else 1)
         return cls(available, machine.total_bytes, host, step.fixed_bytes, step.bytes_per_token)
 
-    def least(self, others: Sequence[RankMemory]) -> RankMemory:
+    @classmethod
+    def least(cls, facts: Sequence[Sequence[Any]]) -> RankMemory:
         """Return the memory to plan with on all ranks: every rank has this much, for any share of a GPU's memory."""
-        ranks = (self, *others)
+        ranks = [cls(*fact) for fact in facts]
         totals = [rank.total for rank in ranks if rank.total is not None]
         available, total = min(rank.available for rank in ranks), None
         if totals:
@@ -162,23 +163,10 @@ class Ranks:
         Raises:
             WorkerError: a rank has failed.
         """
-        if not self.is_leader:
-            self.links.send_fact(LEADER, "loaded")
-            self.links.receive_fact(LEADER, LOAD_TIMEOUT_S)
-            machine = probe()
-            self.links.send_fact(LEADER, RankMemory.of(machine, step, self.num_local))
-            agreed = RankMemory(*self.links.receive_fact(LEADER, LOAD_TIMEOUT_S))
-        else:
-            others = range(1, self.size)
-            for rank in others:
-                self.links.receive_fact(rank, LOAD_TIMEOUT_S)
-            for rank in others:
-                self.links.send_fact(rank, "measure")
-            machine = probe()
-            own = RankMemory.of(machine, step, self.num_local)
-            agreed = own.least([RankMemory(*self.links.receive_fact(rank, LOAD_TIMEOUT_S)) for rank in others])
-            for rank in others:
-                self.links.send_fact(rank, agreed)
+        self.links.agree("loaded", len, LOAD_TIMEOUT_S)
+        machine = probe()
+        own = RankMemory.of(machine, step, self.num_local)
+        agreed = RankMemory(*self.links.agree(own, RankMemory.least, LOAD_TIMEOUT_S))
         return agreed.machine(machine, self.num_threads(machine.num_threads)), agreed.step
 
     def send_commands(self, commands: bytes) -> None:

@@ -168,32 +168,21 @@ def _make_group(config: ParallelConfig, place: TorchrunPlace, store: Any, links:
     """
     rank, size = place.rank, place.size
     library = pick_library(config.all_reduce_backend)
-    can_share = library is not None and place.num_local == size
     memory = -1
-    if rank == LEADER:
-        others = range(1, size)
-        facts = [links.receive_fact(each, RENDEZVOUS_TIMEOUT_S) for each in others]
-        can_share = all(facts) and can_share
-        if can_share:
-            assert library is not None
-            memory = make_shared(library, config)
-        path = f"/proc/{os.getpid()}/fd/{memory}" if can_share else None
-        for each in others:
-            links.send_fact(each, path)
-        facts = [links.receive_fact(each, RENDEZVOUS_TIMEOUT_S) for each in others]
-        can_share = all(facts) and can_share
-        for each in others:
-            links.send_fact(each, can_share)
-    else:
-        links.send_fact(LEADER, can_share)
-        path = links.receive_fact(LEADER, RENDEZVOUS_TIMEOUT_S)
-        if path is not None:
-            with suppress(OSError):
-                memory = os.open(Path(path), os.O_RDWR | os.O_CLOEXEC)
-        links.send_fact(LEADER, memory >= 0)
-        can_share = links.receive_fact(LEADER, RENDEZVOUS_TIMEOUT_S)
+
+    def share(can_share: list[bool]) -> str | None:
+        nonlocal memory
+        if not all(can_share):
+            return None
+        assert library is not None
+        memory = make_shared(library, config)
+        return _path_of(memory)
+
+    path = links.agree(library is not None and place.num_local == size, share, RENDEZVOUS_TIMEOUT_S)
+    if rank != LEADER and path is not None:
+        memory = _open_memory(path)
     try:
-        if can_share:
+        if links.agree(memory >= 0, all, RENDEZVOUS_TIMEOUT_S):
             return make_group(library, memory, rank, config, store)
     finally:
         if memory >= 0:
@@ -224,10 +213,9 @@ def _share_sums(
     if rank == members[0]:
         if library is not None:
             memory = make_memory(library.ranks.page_bytes, len(members))
-        store.set(f"sums-{stage}", f"/proc/{os.getpid()}/fd/{memory}")
+        store.set(f"sums-{stage}", _path_of(memory))
     elif library is not None:
-        with suppress(OSError):
-            memory = os.open(Path(store.get(f"sums-{stage}").decode()), os.O_RDWR | os.O_CLOEXEC)
+        memory = _open_memory(store.get(f"sums-{stage}").decode())
     store.set(f"sums-{stage}-{rank}", "1" if memory >= 0 else "0")
     can_share = [store.get(f"sums-{stage}-{member}") == b"1" for member in members]
     try:
@@ -239,3 +227,16 @@ def _share_sums(
     finally:
         if memory >= 0:
             os.close(memory)
+
+
+def _path_of(memory: int) -> str:
+    """Return the path by which other processes of this host open memory."""
+    return f"/proc/{os.getpid()}/fd/{memory}"
+
+
+def _open_memory(path: str) -> int:
+    """Return the descriptor of another process' memory; -1 where it cannot be opened."""
+    try:
+        return os.open(Path(path), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return -1
