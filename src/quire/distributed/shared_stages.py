@@ -71,21 +71,15 @@ class _Layout(NamedTuple):
 
     def channel(self, first_stage: int, tensor_rank: int, idx: int) -> int:
         """Return the offset of a channel of the link from a stage to the next."""
+        commands_bytes = region_bytes(self.page_bytes, len(self.grid.commanded))
         link = first_stage * self.grid.tensor_size + tensor_rank
-        return self._commands_bytes + (link * self.num_channels + idx) * self._channel_bytes
+        channel_bytes = region_bytes(self.page_bytes, 2, CHANNEL_SLOT_BYTES)
+        return commands_bytes + (link * self.num_channels + idx) * channel_bytes
 
     def sums(self, stage: int) -> int:
         """Return the offset of the group of a stage; `num_stages` gives the end of the memory."""
         stage_bytes = region_bytes(self.page_bytes, self.grid.tensor_size) if self.grid.tensor_size > 1 else 0
         return self.channel(self.grid.num_stages - 1, 0, 0) + stage * stage_bytes
-
-    @property
-    def _commands_bytes(self) -> int:
-        return region_bytes(self.page_bytes, len(self.grid.commanded))
-
-    @property
-    def _channel_bytes(self) -> int:
-        return region_bytes(self.page_bytes, 2, CHANNEL_SLOT_BYTES)
 
 
 def make_stages_memory(page_bytes: int, config: ParallelConfig) -> int:

@@ -65,39 +65,19 @@ class TransferError(Exception):
     """The peer does not speak the protocol, serves another model, or does not know the token."""
 
 
-class Greeting(NamedTuple):
-    """The first message of either side.
-
-    Args:
-        identity: fingerprint of the engine's model and layout.
-        nonce: random bytes.
-    """
-
-    identity: bytes
-    nonce: bytes
-
-    def pack(self) -> bytes:
-        """Return the message."""
-        return GREETING.pack(MAGIC, VERSION, self.identity, self.nonce)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Greeting:
-        """Return the greeting of an encoded message."""
-        magic, version, identity, nonce = GREETING.unpack(data)
-        if (magic, version) != (MAGIC, VERSION):
-            raise TransferError(f"the peer speaks another protocol: {data[:6]!r}")
-        return cls(identity, nonce)
+def receive_greeting(connection: socket.socket) -> tuple[bytes, bytes]:
+    """Return the identity and the nonce of the first message of the other side."""
+    data = receive(connection, GREETING.size)
+    magic, version, identity, nonce = GREETING.unpack(data)
+    if (magic, version) != (MAGIC, VERSION):
+        raise TransferError(f"the peer speaks another protocol: {bytes(data[:6])!r}")
+    return identity, nonce
 
 
 def proof(token: str | None, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     """Return the proof that a side knows the token."""
     key = blake2b((token or "").encode(), digest_size=32).digest()
     return blake2b(role + client_nonce + server_nonce, key=key, digest_size=PROOF_BYTES).digest()
-
-
-def is_proof(given: bytes, expected: bytes) -> bool:
-    """Return whether a proof is the expected one, in constant time."""
-    return hmac.compare_digest(given, expected)
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytearray:
@@ -110,16 +90,6 @@ def receive(connection: socket.socket, num_bytes: int) -> bytearray:
             raise ConnectionResetError("the peer ended the connection")
         start += count
     return data
-
-
-def pack_request(operation: int, keys: Sequence[bytes]) -> bytes:
-    """Return a request."""
-    return REQUEST.pack(operation, len(keys)) + b"".join(keys)
-
-
-def split_keys(data: bytes | bytearray) -> list[bytes]:
-    """Return the keys of a request's body."""
-    return [bytes(data[start : start + KEY_BYTES]) for start in range(0, len(data), KEY_BYTES)]
 
 
 # ---- the engine that fetches ----
@@ -188,7 +158,7 @@ class PeerConnection:
         if monotonic() - self._used_s > FRESH_S:
             self._socket.close()
             self._socket = self._connect()
-        self._socket.sendall(pack_request(operation, [key[IDENTITY_BYTES:] for key in keys]))
+        self._socket.sendall(REQUEST.pack(operation, len(keys)) + b"".join(key[IDENTITY_BYTES:] for key in keys))
 
     def _connect(self) -> socket.socket:
         host, port = self._address
@@ -209,13 +179,13 @@ class PeerConnection:
 
     def _greet(self, connection: socket.socket) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
-        connection.sendall(Greeting(self._identity, nonce).pack())
-        server = Greeting.unpack(bytes(receive(connection, GREETING.size)))
-        given = bytes(receive(connection, PROOF_BYTES))
-        if not is_proof(given, proof(self._token, b"server", nonce, server.nonce)):
+        connection.sendall(GREETING.pack(MAGIC, VERSION, self._identity, nonce))
+        identity, server_nonce = receive_greeting(connection)
+        given = receive(connection, PROOF_BYTES)
+        if not hmac.compare_digest(given, proof(self._token, b"server", nonce, server_nonce)):
             raise TransferError("the peer does not know the token")
-        connection.sendall(proof(self._token, b"client", nonce, server.nonce))
-        if server.identity != self._identity:
+        connection.sendall(proof(self._token, b"client", nonce, server_nonce))
+        if identity != self._identity:
             raise TransferError("the peer serves another model, or the same in another layout")
 
 
@@ -295,7 +265,8 @@ class TransferServer:
         with self._lock:
             connections = [self._listener, *self._connections]
         for connection in connections:
-            _shut(connection)
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join(5.0)
         if self._path is not None:
@@ -353,21 +324,22 @@ class TransferServer:
             connection.close()
 
     def _greet(self, connection: socket.socket) -> None:
-        client = Greeting.unpack(bytes(receive(connection, GREETING.size)))
+        identity, client_nonce = receive_greeting(connection)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        mine = proof(self._token, b"server", client.nonce, nonce)
-        connection.sendall(Greeting(self._identity, nonce).pack() + mine)
+        mine = proof(self._token, b"server", client_nonce, nonce)
+        connection.sendall(GREETING.pack(MAGIC, VERSION, self._identity, nonce) + mine)
         given = receive(connection, PROOF_BYTES)
-        if not is_proof(bytes(given), proof(self._token, b"client", client.nonce, nonce)):
+        if not hmac.compare_digest(given, proof(self._token, b"client", client_nonce, nonce)):
             raise TransferError("it does not know the token")
-        if client.identity != self._identity:
+        if identity != self._identity:
             raise TransferError("it serves another model, or the same in another layout")
 
     def _answer(self, connection: socket.socket) -> None:
         operation, count = REQUEST.unpack(receive(connection, REQUEST.size))
         if operation not in (WHICH, READ) or not 0 < count <= MOST_KEYS:
             raise TransferError(f"it asks for operation {operation} on {count} keys")
-        keys = split_keys(receive(connection, count * KEY_BYTES))
+        data = bytes(receive(connection, count * KEY_BYTES))
+        keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
         if operation == WHICH:
             connection.sendall(bytes(self._identity + key in self._exports for key in keys))
             return
@@ -379,8 +351,3 @@ class TransferServer:
             connection.sendall(LENGTH.pack(len(record)) + record)
             self.num_sent += 1
             self.sent_bytes += len(record)
-
-
-def _shut(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
