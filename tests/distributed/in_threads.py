@@ -33,7 +33,7 @@ def make_transports(size: int, timeout_s: float = TIMEOUT_S) -> list[SharedMemor
     descriptor = make_memory(library.ranks.page_bytes, size)
     try:
         return [
-            SharedMemoryTransport(library, os.dup(descriptor), rank, size, timeout_s, num_cores=2)
+            SharedMemoryTransport(library, descriptor, rank, range(size), timeout_s, polls=size <= 2)
             for rank in range(size)
         ]
     finally:

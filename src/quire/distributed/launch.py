@@ -140,7 +140,7 @@ def make_group(
     if library is not None:
         if is_pipeline:
             return share_stages(library, memory, rank, config, num_cores())
-        shared = SharedMemoryTransport(library, os.dup(memory), rank, size, timeout_s, num_cores())
+        shared = SharedMemoryTransport(library, memory, rank, range(size), timeout_s, polls=size <= num_cores())
         return RankGroup(shared, divides_experts=config.enable_expert_parallel)
     import torch.distributed
 

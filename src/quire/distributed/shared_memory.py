@@ -50,14 +50,13 @@ class SharedMemoryTransport:
 
     Args:
         library: compiled kernels.
-        descriptor: memory of `make_memory`; closed here.
-        rank: number of this rank.
-        size: number of ranks.
-        timeout_s: time within which every rank must take part in an operation.
-        num_cores: number of cores of this host; ranks do not poll if there are fewer cores than ranks.
-        offset: offset of the group in the memory, in bytes.
+        descriptor: memory of `make_memory`, which stays open.
+        rank: number of this rank among all of the model.
+        members: numbers of the group's ranks.
+        timeout_s: time within which a rank that lives must take part in an operation.
+        polls: True where each rank of this host has a core of its own, so that they poll.
+        offset: place of the group in the memory, in bytes.
         slot_bytes: bytes of a slot.
-        members: the group's ranks in the model; empty if the group has all ranks.
 
     Attributes:
         kernels, call: native functions, and their argument for this group.
@@ -70,31 +69,29 @@ class SharedMemoryTransport:
         library: NativeLibrary,
         descriptor: int,
         rank: int,
-        size: int,
+        members: Sequence[int],
         timeout_s: float,
-        num_cores: int,
         *,
+        polls: bool,
         offset: int = 0,
         slot_bytes: int = SLOT_BYTES,
-        members: Sequence[int] = (),
     ) -> None:
-        self.rank, self.size = rank, size
-        self._members = tuple(members) or tuple(range(size))
+        self._members = tuple(members)
+        self.rank, self.size = self._members.index(rank), len(self._members)
         self.kernels = library.ranks
-        length = region_bytes(self.kernels.page_bytes, size, slot_bytes)
+        length = region_bytes(self.kernels.page_bytes, self.size, slot_bytes)
         self._memory = mmap.mmap(descriptor, length, offset=offset)
-        os.close(descriptor)
         # The buffer keeps the memory mapped.
         self._buffer = (ctypes.c_char * length).from_buffer(self._memory)
         address = ctypes.addressof(self._buffer)
         self.call = RankGroupCall(
             page=address,
             slots=address + self.kernels.page_bytes,
-            rank=rank,
-            size=size,
+            rank=self.rank,
+            size=self.size,
             slot_bytes=slot_bytes,
             turn=0,
-            spin_us=SPIN_US if size <= num_cores else 0,
+            spin_us=SPIN_US if polls else 0,
             timeout_us=int(timeout_s * 1e6),
         )
 

@@ -9,15 +9,15 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from torch import Tensor
 
 from quire.config import ParallelConfig
 from quire.distributed.pipeline import MAX_MESSAGE_BYTES, PipelineGroup, RankGrid, connect_stages
-from quire.distributed.shared_memory import SLOT_BYTES, SharedMemoryTransport, make_memory, region_bytes
+from quire.distributed.shared_memory import SharedMemoryTransport, make_memory, region_bytes
 from quire.ops.cpu.native_library import NativeLibrary
 
 CHANNEL_SLOT_BYTES: Final = MAX_MESSAGE_BYTES + (1 << 16)
@@ -90,57 +90,23 @@ def make_stages_memory(page_bytes: int, config: ParallelConfig) -> int:
     return make_memory(page_bytes, num_commanded, layout.sums(grid.num_stages) - layout.channel(0, 0, 0))
 
 
-class SharedPlace(NamedTuple):
-    """A rank of a host, with everything that it needs to join groups in shared memory.
-
-    Args:
-        library: compiled kernels.
-        rank: number of the rank.
-        timeout_s: see `SharedMemoryTransport`.
-        num_ranks: number of ranks on this host.
-        num_cores: number of the host's cores.
-    """
-
-    library: NativeLibrary
-    rank: int
-    timeout_s: float
-    num_ranks: int
-    num_cores: int
-
-    def join(
-        self, descriptor: int, members: Sequence[int], offset: int = 0, slot_bytes: int = SLOT_BYTES
-    ) -> SharedMemoryTransport:
-        """Return this rank's part of a group of `members`; `descriptor` stays open. See `SharedMemoryTransport`."""
-        return SharedMemoryTransport(
-            self.library,
-            os.dup(descriptor),
-            members.index(self.rank),
-            len(members),
-            self.timeout_s,
-            # The group's ranks poll if all ranks of the host have a core each.
-            self.num_cores - self.num_ranks + len(members),
-            offset=offset,
-            slot_bytes=slot_bytes,
-            members=members,
-        )
-
-
 def share_stages(
     library: NativeLibrary, descriptor: int, rank: int, config: ParallelConfig, num_cores: int
 ) -> PipelineGroup:
     """Return the group of a rank; all its parts are in the memory of `descriptor`."""
     grid = RankGrid.of(config)
-    place = SharedPlace(library, rank, config.distributed_timeout_s, grid.size, num_cores)
+    polls, timeout_s = grid.size <= num_cores, config.distributed_timeout_s
+    join_at = partial(SharedMemoryTransport, library, descriptor, rank, timeout_s=timeout_s, polls=polls)
     layout = _Layout(library.ranks.page_bytes, grid, config.num_microbatches)
 
     stage, tensor_rank = grid.stage_of(rank), grid.tensor_rank_of(rank)
 
     def join(name: str, members: Sequence[int]) -> SharedMemoryTransport:
-        return place.join(descriptor, members, 0 if name == "commands" else layout.sums(stage))
+        return join_at(members, offset=0 if name == "commands" else layout.sums(stage))
 
     def link(first_stage: int) -> SharedMemoryLink:
         ends = [grid.rank_of(stage, tensor_rank) for stage in (first_stage, first_stage + 1)]
         offsets = [layout.channel(first_stage, tensor_rank, idx) for idx in range(config.num_microbatches)]
-        return SharedMemoryLink([place.join(descriptor, ends, each, CHANNEL_SLOT_BYTES) for each in offsets])
+        return SharedMemoryLink([join_at(ends, offset=each, slot_bytes=CHANNEL_SLOT_BYTES) for each in offsets])
 
     return connect_stages(rank, config, join, link)

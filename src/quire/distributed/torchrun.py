@@ -19,8 +19,7 @@ from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.pipeline import RankGrid
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
-from quire.distributed.shared_memory import make_memory
-from quire.distributed.shared_stages import SharedPlace
+from quire.distributed.shared_memory import SharedMemoryTransport, make_memory
 from quire.distributed.transport import Transport
 from quire.errors import ConfigError, RankFailed, WorkerError
 from quire.ops.cpu.native_library import NativeLibrary
@@ -222,8 +221,8 @@ def _share_sums(
         if not all(can_share):
             return None
         assert library is not None
-        shared = SharedPlace(library, rank, config.distributed_timeout_s, place.num_local, num_cores())
-        return shared.join(memory, members)
+        polls = place.num_local <= num_cores()
+        return SharedMemoryTransport(library, memory, rank, members, config.distributed_timeout_s, polls=polls)
     finally:
         if memory >= 0:
             os.close(memory)
