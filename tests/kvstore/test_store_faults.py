@@ -236,7 +236,7 @@ def test_a_folder_that_may_only_be_read_is_refused(tmp_path: Path) -> None:
 def test_too_much_at_once_is_dropped_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.distributed.kvstore.write_queue.MOST_PENDING_BYTES", 3 * PAYLOAD_BYTES)
     store = open_store(tmp_path)
-    with store._queue.changed:  # the writer cannot take anything meanwhile
+    with store.queue.changed:  # the writer cannot take anything meanwhile
         for number in range(10):
             store.save(make_block(number), payload_of(number))
     store.flush()

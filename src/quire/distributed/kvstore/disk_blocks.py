@@ -161,7 +161,7 @@ class DiskBlocks:
             self.save_arrived()
         if self._arriving_bytes + num_bytes > MOST_ARRIVING_BYTES:
             for store in self._stores:
-                store.drop()
+                store.queue.drop()
             return
         self._arriving.append((block, fetch()))
         self._arriving_bytes += num_bytes

@@ -62,6 +62,7 @@ class PrefixStore:
 
     Attributes:
         capacity: limit of the bytes of records.
+        queue: changes that are still to be made.
 
     Raises:
         ConfigError: LMDB is not installed, the file cannot be made, or `max_bytes` is too few or differs from other
@@ -90,7 +91,14 @@ class PrefixStore:
         self.observer: StoreObserver | None = None
         # Keys of damaged records, which are not read until they are deleted.
         self._hidden: set[bytes] = set()
-        self._queue = WriteQueue(
+        self._file: StoreFile | None = None
+        damage: StoreDamaged | None = None
+        try:
+            self._file = StoreFile(folder, max_bytes)
+            self._counters.num_damaged += self._file.was_damaged
+        except StoreDamaged as error:
+            damage = error
+        self.queue = WriteQueue(
             "prefix-store",
             self._write,
             identity,
@@ -99,14 +107,9 @@ class PrefixStore:
             size_of=bytes_on_disk,
             limit_bytes=self.capacity,
         )
-        self._file: StoreFile | None = None
-        try:
-            self._file = StoreFile(folder, max_bytes)
-            self._counters.num_damaged += self._file.was_damaged
-        except StoreDamaged as error:
-            self._break(error)
+        if damage is not None:
+            self._break(damage)
         folder.opened()
-        self._queue.start()
 
     # ---- the engine's thread ----
 
@@ -132,54 +135,50 @@ class PrefixStore:
             self._break(error)
             return False
         if is_good:
-            self._queue.touch([key])
+            self.queue.touch([key])
             counters.num_hits += 1
             counters.loaded_bytes += len(out)
             counters.load_s += self._clock() - started
             return True
         counters.num_misses += 1
         if is_good is not None:
-            with self._queue.changed:
+            with self.queue.changed:
                 counters.num_damaged += 1
                 self._hidden.add(key)
                 self._report_deleted([key])
-                self._queue.remove(key)
+                self.queue.remove(key)
         return False
 
     def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
         """Queue a block for writing, unless it is on disk; its bytes are copied before this returns."""
         key = record_key(self._identity, block)
-        with self._queue.changed:
-            if not self._queue.is_open or key in self._queue:
+        with self.queue.changed:
+            if not self.queue.is_open or key in self.queue:
                 return
             if self._has(key):
                 self._report_stored([key])
                 return
-            self._queue.put(key, block, payload, None if wait else 0.0)
-
-    def drop(self) -> None:
-        """Count a block that is not saved."""
-        self._queue.drop()
+            self.queue.put(key, block, payload, None if wait else 0.0)
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
         """Mark the blocks that are on disk as used, in this order, once all queued writes are done."""
         self.flush()
-        self._queue.touch(record_key(self._identity, block) for block in blocks)
+        self.queue.touch(record_key(self._identity, block) for block in blocks)
 
     def reset(self) -> None:
         """Hide all records of this model; the writer then deletes them, for all engines."""
-        self._queue.reset()
+        self.queue.reset()
 
     def flush(self) -> None:
         """Wait until all queued writes and deletions are done."""
-        self._queue.flush()
+        self.queue.flush()
 
     def close(self) -> None:
         """Complete the queued writes, and close the folder; further calls do nothing."""
-        if self._queue.close():
+        if self.queue.close():
             if self._file is not None:
                 self._read_sizes()
-                self._file.close(is_sound=self._queue.state is not StoreState.BROKEN)
+                self._file.close(is_sound=self.queue.state is not StoreState.BROKEN)
                 self._file = None
             self._folder.close()
 
@@ -209,7 +208,7 @@ class PrefixStore:
         except (StoreDamaged, OSError) as error:
             self._break(error)
             return
-        queue, counters = self._queue, self._counters
+        queue, counters = self.queue, self._counters
         with queue.changed:
             counters.num_saved += written.num_added
             counters.num_deleted += len(written.evicted)
@@ -223,7 +222,7 @@ class PrefixStore:
 
     def _give_up(self, batch: WriteBatch, error: Exception) -> None:
         """Drop the records of a failed transaction and free space; if that has failed, drop the queue as well."""
-        queue = self._queue
+        queue = self.queue
         with queue.changed:
             if not self._counters.num_full:
                 logger.warning("the prefix cache on disk cannot be written, the engine goes on without: %s", error)
@@ -241,12 +240,12 @@ class PrefixStore:
 
     def _break(self, error: Exception) -> None:
         """Stop using the damaged file; the next engine that opens it alone renames it."""
-        with self._queue.changed:
-            if self._queue.state is not StoreState.BROKEN:
+        with self.queue.changed:
+            if self.queue.state is not StoreState.BROKEN:
                 logger.warning("the prefix cache on disk is damaged, the engine goes on without: %s", error)
                 self._counters.num_damaged += 1
-            self._queue.state = StoreState.BROKEN
-            self._queue.discard()
+            self.queue.state = StoreState.BROKEN
+            self.queue.discard()
             self._folder.abandon()
 
     def _has(self, key: bytes) -> bool:
@@ -260,7 +259,7 @@ class PrefixStore:
 
     def _read_sizes(self) -> None:
         """Read the present size; it keeps its last value once the file cannot be used."""
-        if self._file is not None and self._queue.state is not StoreState.BROKEN:
+        if self._file is not None and self.queue.state is not StoreState.BROKEN:
             try:
                 self._sizes = self._file.sizes(self._identity)
             except StoreDamaged as error:
@@ -275,4 +274,4 @@ class PrefixStore:
             self.observer.on_deleted([read_key(key) for key in keys if key.startswith(self._identity)])
 
     def _is_readable(self, key: bytes) -> bool:
-        return self._queue.is_open and not self._queue.is_hidden and key not in self._hidden
+        return self.queue.is_open and not self.queue.is_hidden and key not in self._hidden

@@ -178,6 +178,7 @@ class RemoteStore:
 
     Attributes:
         pool: threads that ask the store.
+        queue: changes that are still to be made.
 
     Raises:
         ConfigError: the client library is not installed, the address is malformed, or the store refuses the user or the
@@ -205,7 +206,7 @@ class RemoteStore:
         self._counters = SourceCounters()
         self._has_failed = False
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._queue = WriteQueue(
+        self.queue = WriteQueue(
             "remote-cache-writer", self._write, identity, self._counters, batch_bytes=BATCH_BYTES, period_s=PERIOD_S
         )
         self.pool = SourcePool(
@@ -215,54 +216,49 @@ class RemoteStore:
             NUM_READERS,
             self._counters,
             breaker=self._breaker,
-            may_ask=lambda: not self._queue.is_hidden,
+            may_ask=lambda: not self.queue.is_hidden,
             learn=self._learn,
         )
-        self._queue.start()
 
     # ---- the engine's thread ----
 
     def _learn(self, inquiry: Inquiry) -> None:
         """Forget the blocks that the store lacks according to an answer, and mark the blocks that it sent as used."""
-        with self._queue.changed:
+        with self.queue.changed:
             for key in inquiry.keys:
                 if key not in inquiry.found and inquiry.error is None and not inquiry.is_abandoned:
                     self._known.pop(key, None)
             if inquiry.with_records:
-                self._queue.touch(key for key in inquiry.keys if key in inquiry.found)
+                self.queue.touch(key for key in inquiry.keys if key in inquiry.found)
 
     def holds(self, block: StoredBlock) -> bool:
         """Return whether a block is known to be in the store, or queued for writing."""
         key = record_key(self._identity, block)
-        return key in self._known or key in self._queue
+        return key in self._known or key in self.queue
 
     def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
         """Queue a block for writing; it is dropped if the queue stays full, or the circuit is open."""
-        with self._queue.changed:
-            if self._queue.is_closing or self.holds(block):
+        with self.queue.changed:
+            if self.queue.is_closing or self.holds(block):
                 return
             if self._breaker.is_open:
-                self._queue.drop()
+                self.queue.drop()
             else:
-                self._queue.put(record_key(self._identity, block), block, payload, ROOM_S if wait else 0.0)
-
-    def drop(self) -> None:
-        """Count a block that is not saved."""
-        self._queue.drop()
+                self.queue.put(record_key(self._identity, block), block, payload, ROOM_S if wait else 0.0)
 
     def reset(self) -> None:
         """Hide all records of this model; the writer then deletes them, for all engines."""
-        with self._queue.changed:
+        with self.queue.changed:
             self._known.clear()
-            self._queue.reset()
+            self.queue.reset()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all queued writes and deletions are done, or dropped; return False on a timeout."""
-        return self._queue.flush(timeout_s)
+        return self.queue.flush(timeout_s)
 
     def close(self) -> None:
         """Complete the queued writes, as far as `CLOSE_S` allows; further calls do nothing."""
-        if self._queue.close(CLOSE_S, 2 * self._timeout_s):
+        if self.queue.close(CLOSE_S, 2 * self._timeout_s):
             self.pool.close()
             self._disconnect()
 
@@ -274,7 +270,7 @@ class RemoteStore:
     # ---- the writer's thread ----
 
     def _write(self, batch: WriteBatch) -> None:
-        queue = self._queue
+        queue = self.queue
         if not self._breaker.allows():
             self._drop(batch)
             # Without a pause, the thread would retry a pending deletion in a busy loop.
@@ -305,10 +301,10 @@ class RemoteStore:
 
     def _drop(self, batch: WriteBatch) -> None:
         """Count the records of a failed batch; once the queue is closed, a deletion that fails is given up."""
-        with self._queue.changed:
+        with self.queue.changed:
             self._counters.num_dropped += len(batch.records)
-            if self._queue.is_closing:
-                self._queue.forgot()
+            if self.queue.is_closing:
+                self.queue.forgot()
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -71,9 +71,6 @@ class WriteQueue:
         self._num_resets = self._num_forgotten = 0
         self._close_by_s: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     # ---- the engine's thread ----
