@@ -194,7 +194,9 @@ def _check_index(group: CacheGroup) -> None:
     """M4: a position has one block and a block one position, in the tree, with a whole block's content or less."""
     index, size = group.pool.index, group.spec.block_size
     positions = {
-        block_id: found for block_id in range(index.num_ids) if (found := index.position_of(block_id)) is not None
+        block_id: node_position
+        for block_id in range(index.num_ids)
+        if (node_position := index.position_of(block_id)) is not None
     }
     for block_id, (node, position) in positions.items():
         content = node.content(position)
@@ -241,8 +243,8 @@ def _check_tree(manager: KVCacheManager) -> None:
                     raise InvariantViolation("M4", f"block {block_id} is at a position that is not recorded for it")
         for position, branches in node.branches.items():
             contents = [branch.content(0) for branch in branches.values()]
-            own = node.content(position) if position < node.length else None
-            if len({*contents, own}) != len(contents) + 1 or not 0 <= position <= node.length:
+            node_content = node.content(position) if position < node.length else None
+            if len({*contents, node_content}) != len(contents) + 1 or not 0 <= position <= node.length:
                 raise InvariantViolation("M4", f"position {position} of a node has a duplicate or is out of range")
             _check_children(node, position, indexes)
 
@@ -255,9 +257,11 @@ def _check_children(node: RadixNode, position: int, indexes: Sequence[PublishedB
         published = {branch for branch in node.branches[position].values() if index.at((branch, 0))}
         if index.at((node, position)):
             published.add(node)
-        found = [child for child, _ in node.children_at(position, len(published) + 1)]
-        if len(found) != len(published) or set(found) != published:
-            raise InvariantViolation("M4", f"{len(found)} children are indexed at a position that has {len(published)}")
+        indexed = [child for child, _ in node.children_at(position, len(published) + 1)]
+        if len(indexed) != len(published) or set(indexed) != published:
+            raise InvariantViolation(
+                "M4", f"{len(indexed)} children are indexed at a position that has {len(published)}"
+            )
 
 
 def _is_media(entries: bytes, block_size: int) -> bool:
@@ -299,12 +303,12 @@ def _check_places(
     chain, index = state.chain, group.pool.index
     chain.encode(state.num_published)
     # Matched again with a fresh chain, because the chain's cursor may be wrong.
-    found = index.published(chain.fresh(), 0, state.num_published)
+    published = index.published(chain.fresh(), 0, state.num_published)
     for i in range(state.num_skipped[group_idx], len(table) if is_recurrent else state.num_published):
         if table[i] not in index:
             is_wrong = all_published and not is_recurrent
         else:
             is_full = (i + 1) * size <= state.num_computed
-            is_wrong = not (is_full and i < state.num_published and found[i] == table[i])
+            is_wrong = not (is_full and i < state.num_published and published[i] == table[i])
         if is_wrong:
             raise InvariantViolation("M5", f"sequence {seq_id}: block {table[i]} holds other tokens")

@@ -104,8 +104,8 @@ _ONE = Struct(">" + _LOW)
 
 def hash_of(digest: bytes) -> int:
     """Return the hash of a block in events: the low 64 bits of its digest."""
-    found: int = _ONE.unpack(digest)[0]
-    return found
+    block_hash: int = _ONE.unpack(digest)[0]
+    return block_hash
 
 
 def _hashes_of(digests: Sequence[bytes]) -> tuple[int, ...]:
@@ -178,8 +178,10 @@ class KVEventCollector:
     def take_events(self) -> list[KVEvent]:
         """Return the events since the last call."""
         events = [
-            BlockRemoved(_hashes_of(each.digests), each.medium, each.group_idx) if isinstance(each, _Removal) else each
-            for each in self._collected
+            BlockRemoved(_hashes_of(event.digests), event.medium, event.group_idx)
+            if isinstance(event, _Removal)
+            else event
+            for event in self._collected
         ]
         self._collected.clear()
         return events
@@ -189,11 +191,11 @@ class KVEventCollector:
 
         The snapshot includes events that were not taken yet; they need not be applied.
         """
-        found: list[KVEvent] = [AllBlocksCleared()]
+        events: list[KVEvent] = [AllBlocksCleared()]
         for node in self._manager.tree.nodes():
             for pool in self._pools:
-                found += pool.stored_of(node)
-        return found
+                events += pool.stored_of(node)
+        return events
 
     def stored(self, node: RadixNode, start: int, count: int, group_idx: int, medium: str) -> BlockStored:
         """Return the event for blocks of a node that are published."""
@@ -250,8 +252,8 @@ class _PoolPublications:
 
     def on_withdraw(self, node: RadixNode, positions: Sequence[int]) -> None:
         """Collect the event of withdrawn blocks; consecutive ones of a pool share an event."""
-        known = node.digests(max(positions) + 1)
-        digests = [known[position] for position in positions]
+        node_digests = node.digests(max(positions) + 1)
+        digests = [node_digests[position] for position in positions]
         last = self._collected[-1] if self._collected else None
         if isinstance(last, _Removal) and last.group_idx == self._group_idx and last.medium == self._medium:
             last.digests += digests
@@ -265,15 +267,15 @@ class _PoolPublications:
 
     def stored_of(self, node: RadixNode) -> list[BlockStored]:
         """Return the events of a node's blocks that are published, one for each run without a gap."""
-        found: list[BlockStored] = []
+        events: list[BlockStored] = []
         start = 0
         for position in range(node.length + 1):
             if position < node.length and self._index.at((node, position)):
                 continue
             if start < position:
-                found.append(self._collector.stored(node, start, position - start, self._group_idx, self._medium))
+                events.append(self._collector.stored(node, start, position - start, self._group_idx, self._medium))
             start = position + 1
-        return found
+        return events
 
 
 def _extra_keys(node: RadixNode, position: int, namespace: Namespace) -> tuple[ExtraKey, ...] | None:

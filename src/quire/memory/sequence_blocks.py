@@ -86,9 +86,9 @@ class SequenceBlocks:
             table[block_idx] = move.dst_id
             if move.src_tier is Tier.DEVICE:
                 self.mark_dirty(move.group_idx, block_idx)
-        held = self.checkpoint.block_ids if self.checkpoint and move.src_tier is Tier.DEVICE else {}
-        if held.get(move.group_idx) == move.src_id:
-            held[move.group_idx] = move.dst_id
+        backup_ids = self.checkpoint.block_ids if self.checkpoint and move.src_tier is Tier.DEVICE else {}
+        if backup_ids.get(move.group_idx) == move.src_id:
+            backup_ids[move.group_idx] = move.dst_id
 
     def fork(self, chain: TokenChain) -> SequenceBlocks:
         """Return a child with the same tables and counters; the caller increments the reference counts."""

@@ -112,10 +112,12 @@ def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceBlock
         holders = Counter(chain.from_iterable(tables))
         # Null entries and blocks with other holders are not lost.
         del holders[NULL_BLOCK]
-        own = {block_id for block_id, count in holders.items() if group.pool.ref_counts[block_id] == count}
-        freed_bytes += len(own) * group.spec.bytes_per_block
+        unshared_ids = {block_id for block_id, count in holders.items() if group.pool.ref_counts[block_id] == count}
+        freed_bytes += len(unshared_ids) * group.spec.bytes_per_block
         for state_idx, table in enumerate(tables):
-            first = next((block_idx for block_idx, block_id in enumerate(table) if block_id in own), len(table))
+            first = next(
+                (block_idx for block_idx, block_id in enumerate(table) if block_id in unshared_ids), len(table)
+            )
             if group.spec.is_recurrent and first < len(table):
                 # Without the only state, all tokens of the sequence are lost.
                 first = 0

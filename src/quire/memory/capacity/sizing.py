@@ -77,8 +77,8 @@ def peak_blocks_per_group(
     moments = [block_idx * size for block_idx in range(max(0, last - period + 1), last + 1)]
     if width > 1:
         moments.append(num_shared)
-    held = [[_held_at(spec, moment, width, num_shared) for spec in specs] for moment in moments]
-    worst = max(held, key=layout.num_filled)
+    block_counts = [[_held_at(spec, moment, width, num_shared) for spec in specs] for moment in moments]
+    worst = max(block_counts, key=layout.num_filled)
     return worst if layout.num_filled(worst) > num_slabs else None
 
 
@@ -165,7 +165,7 @@ class ArenaSizing:
         """
         if self.shortage(num_tokens) is not None:
             return 0
-        held = [spec.peak_blocks(num_tokens, 1) for spec in self.specs]
+        other_peaks = [spec.peak_blocks(num_tokens, 1) for spec in self.specs]
         peaks = [spec.peak_blocks(num_tokens, step_tokens) for spec in self.specs]
         num_slabs = self.layout.num_slabs - num_kept_free
         most = max(1, *self.num_blocks)
@@ -173,21 +173,23 @@ class ArenaSizing:
         num_others = bisect_left(
             range(1, most + 1),
             True,
-            key=lambda count: self._num_filled_beside(count, held, peaks) > num_slabs,
+            key=lambda count: self._num_filled_beside(count, other_peaks, peaks) > num_slabs,
         )
         return 1 + num_others
 
-    def _num_filled_beside(self, num_others: int, held: Sequence[int], peaks: Sequence[int]) -> int:
-        """Return the slabs that a sequence at its peak and `num_others` others, with `held` blocks each, fill."""
-        return self.layout.num_filled([num_others * each + peak for each, peak in zip(held, peaks, strict=True)])
+    def _num_filled_beside(self, num_others: int, other_peaks: Sequence[int], peaks: Sequence[int]) -> int:
+        """Return the slabs that a sequence at its peak and `num_others` others, with `other_peaks` blocks, fill."""
+        return self.layout.num_filled(
+            [num_others * other_peak + peak for other_peak, peak in zip(other_peaks, peaks, strict=True)]
+        )
 
     def shortage(self, num_tokens: int) -> Shortage | None:
         """Return why a sequence alone, one token a step, could not reach a length; None if it can."""
         worst = peak_blocks_per_group(self.specs, num_tokens, self.layout, self.layout.num_slabs)
         if worst is None:
             return None
-        held = [count * spec.bytes_per_block for count, spec in zip(worst, self.specs, strict=True)]
-        return Shortage(held.index(max(held)), self.layout.num_filled(worst), self.layout.num_slabs)
+        group_bytes = [count * spec.bytes_per_block for count, spec in zip(worst, self.specs, strict=True)]
+        return Shortage(group_bytes.index(max(group_bytes)), self.layout.num_filled(worst), self.layout.num_slabs)
 
     def longest(self, limit: int) -> int:
         """Return the length of the longest sequence, at most `limit`, that fits alone; 0 if none fits."""

@@ -50,14 +50,14 @@ class TieredView:
     def leading(self, limit: int) -> int:
         """Return how many of the first `limit` blocks are published without a gap."""
         if self._leading is None:
-            found = self._found(0, self._num_blocks)
-            self._leading = found.index(NULL_BLOCK) if NULL_BLOCK in found else len(found)
+            block_ids = self._found(0, self._num_blocks)
+            self._leading = block_ids.index(NULL_BLOCK) if NULL_BLOCK in block_ids else len(block_ids)
         return min(self._leading, limit)
 
     def last_gap(self, start: int, end: int) -> int:
         """Return the last block in `[start, end)` that is not published, or -1."""
-        found = self._found(start, end) if start < end else []
-        return end - 1 - found[::-1].index(NULL_BLOCK) if NULL_BLOCK in found else -1
+        block_ids = self._found(start, end) if start < end else []
+        return end - 1 - block_ids[::-1].index(NULL_BLOCK) if NULL_BLOCK in block_ids else -1
 
     def block_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Return the blocks of `[start, end)`, all known to be published; null for blocks on the host only."""
@@ -67,14 +67,14 @@ class TieredView:
         """Return (block index, host block) of blocks on the host only, among `[start, end)`, all published."""
         if start >= end:
             return []
-        here, there = (index.published(self._chain, start, end) for index in (self._device, self._host))
-        pairs = enumerate(zip(here, there, strict=True), start)
+        device_ids, host_ids = (index.published(self._chain, start, end) for index in (self._device, self._host))
+        pairs = enumerate(zip(device_ids, host_ids, strict=True), start)
         return [(idx, host_id) for idx, (block_id, host_id) in pairs if block_id == NULL_BLOCK]
 
     def _found(self, start: int, end: int) -> list[int]:
         """Return the published block of either tier for each of the chain's blocks `[start, end)`; null for none."""
-        here, there = (index.published(self._chain, start, end) for index in (self._device, self._host))
-        return [block_id or host_id for block_id, host_id in zip(here, there, strict=True)]
+        device_ids, host_ids = (index.published(self._chain, start, end) for index in (self._device, self._host))
+        return [block_id or host_id for block_id, host_id in zip(device_ids, host_ids, strict=True)]
 
 
 class PrefixRun(NamedTuple):

@@ -92,8 +92,8 @@ def _reason(groups: Sequence[CacheGroup], chain: TokenChain, run: PrefixRun) -> 
         return HitEnd.NOT_CACHED
     cursor = groups[0].pool.index.tree.match(chain, block_idx + 1)
     if cursor.num_known > block_idx:
-        node, position = found = cursor.position(block_idx)
-        if any(group.pool.index.at(found) for group in groups):
+        node, position = node_position = cursor.position(block_idx)
+        if any(group.pool.index.at(node_position) for group in groups):
             return HitEnd.GROUP
         if position not in node.never_published:
             return HitEnd.EVICTED

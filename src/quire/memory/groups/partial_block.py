@@ -115,8 +115,8 @@ def tail_of(groups: Sequence[CacheGroup], state: SequenceBlocks) -> PartialMatch
     if chain.has_media(start, state.num_computed):
         return None
     content = chain.part(start, state.num_computed)
-    known = longest_partial_match(groups, chain, block_idx, content)
-    return known if known is not None and known.num_tokens == num_tokens else PartialMatch(0, content, block_ids, None)
+    match = longest_partial_match(groups, chain, block_idx, content)
+    return match if match is not None and match.num_tokens == num_tokens else PartialMatch(0, content, block_ids, None)
 
 
 def _in_every_group(groups: Sequence[CacheGroup], position: NodePosition) -> tuple[int, ...]:

@@ -107,43 +107,43 @@ class Arena:
         Blocks are evicted by retention priority, the lowest first, then by the time for which they have been idle. If
         no block is idle, another group compacts a slab: its used blocks move to other slabs.
         """
-        own, per_slab = self.group_slabs[own_idx], self.layout.blocks_per_slab[own_idx]
+        own_slabs, per_slab = self.group_slabs[own_idx], self.layout.blocks_per_slab[own_idx]
         # An eviction policy may evict a younger block before an older one.
         ages = [
-            list(accumulate(own.pool.idle.ages_of_victims(num_blocks), max))
-            if slabs is own
+            list(accumulate(own_slabs.pool.idle.ages_of_victims(num_blocks), max))
+            if slabs is own_slabs
             else ages_of_idle(slabs.idle_slabs, -(-num_blocks // per_slab))
             for slabs in self.group_slabs
         ]
         if per_slab == 1 and self.pools[0].keeper is None:
             first = sorted(chain.from_iterable(ages))[:num_blocks]
-            runs = [(idx, bisect_right(each, first[-1])) for idx, each in enumerate(ages)] if first else []
+            runs = [(idx, bisect_right(group_ages, first[-1])) for idx, group_ages in enumerate(ages)] if first else []
         else:
             # The tier below stores evicted blocks, in this order.
             chosen = self._first_of(ages, own_idx, num_blocks)
             runs = [(idx, len(list(run))) for idx, run in groupby(chosen)]
         if not runs:
-            self._scattered(own).compact_slab()
+            self._scattered(own_slabs).compact_slab()
         for idx, count in runs:
             if idx == own_idx:
-                own.evict_oldest(count)
+                own_slabs.evict_oldest(count)
             elif count:
                 self.group_slabs[idx].return_idle_slabs(count)
 
     def _first_of(self, ages: Sequence[Sequence[Age]], own_idx: int, num_blocks: int) -> list[int]:
         """Return the group of each victim, in order of eviction, until group `own_idx` has the blocks that it lacks."""
         chosen: list[int] = []
-        for _, idx in sorted((age, idx) for idx, each in enumerate(ages) for age in each):
+        for _, idx in sorted((age, idx) for idx, group_ages in enumerate(ages) for age in group_ages):
             if num_blocks <= 0:
                 break
             chosen.append(idx)
             num_blocks -= 1 if idx == own_idx else self.layout.blocks_per_slab[own_idx]
         return chosen
 
-    def _scattered(self, own: GroupSlabs) -> GroupSlabs:
+    def _scattered(self, own_slabs: GroupSlabs) -> GroupSlabs:
         """Return another group whose used blocks would fill fewer slabs than it has."""
         for slabs in self.group_slabs:
-            if slabs is not own and slabs.is_scattered():
+            if slabs is not own_slabs and slabs.is_scattered():
                 return slabs
         raise InvariantViolation("M1", "more blocks are taken than `fits` allows")
 
@@ -177,11 +177,11 @@ def build_arena(
         raise ValueError(f"num_bytes must be set for an arena with blocks of {sorted(set(block_bytes))} bytes")
     num_slabs = None if num_blocks is None else num_blocks * len(block_bytes)
     layout = lay_out(block_bytes, num_bytes=num_bytes, num_slabs=num_slabs)
-    own = range(layout.num_slabs, 0, -1) if len(block_bytes) == 1 else range(0)
+    free_ids = range(layout.num_slabs, 0, -1) if len(block_bytes) == 1 else range(0)
     retention = Retention(layout, retention_limit)
     pools, clock = [], Ticker()
     for idx in range(len(block_bytes)):
         idle = IdleBlocks(policy, clock, retention, idx)
         slot = idx if tier is Tier.DEVICE else len(block_bytes) + idx
-        pools.append(BlockPool(PublishedBlocks(tree, slot, layout.num_ids(idx)), idle, own, clock))
+        pools.append(BlockPool(PublishedBlocks(tree, slot, layout.num_ids(idx)), idle, free_ids, clock))
     return Arena(layout, pools, retention, tier, clock, moves)

@@ -77,8 +77,8 @@ class LowestRank:
     def forget(self, block_ids: Sequence[int]) -> None:
         """Remove blocks with their history."""
         for block_id in block_ids:
-            for known in (self._first, self._hits, self._idle):
-                known.pop(block_id, None)
+            for record in (self._first, self._hits, self._idle):
+                record.pop(block_id, None)
 
     def victims(self, count: int) -> list[int]:
         """Return the next blocks to evict, in order."""

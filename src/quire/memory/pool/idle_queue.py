@@ -152,8 +152,10 @@ class IdleQueue:
             start = batch.numbers.index(numbers[0])
             if batch.numbers[start : start + len(numbers)] == numbers:
                 return list(batch.moments[start : start + len(numbers)])
-        known = {name: dict(zip(batches[name].numbers, batches[name].moments, strict=True)) for name in {*names}}
-        return [known[name][number] for name, number in zip(names, numbers, strict=True)]
+        moments_by_name = {
+            name: dict(zip(batches[name].numbers, batches[name].moments, strict=True)) for name in {*names}
+        }
+        return [moments_by_name[name][number] for name, number in zip(names, numbers, strict=True)]
 
     def _first(self, most: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """Yield the oldest IDs and their ticks, batch by batch, at most `most` IDs."""

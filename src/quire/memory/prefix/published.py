@@ -94,16 +94,16 @@ class PublishedBlocks:
 
     def published(self, chain: TokenChain, start: int, end: int) -> list[int]:
         """Return the published block for each of a chain's full blocks `[start, end)`; the null block for none."""
-        found: list[int] = []
+        block_ids: list[int] = []
         for node, first, last in self.tree.match(chain, end).ranges(start, end):
-            found += node.blocks[self._pool_idx][first:last]
-            found += [NULL_BLOCK] * (node.first + last - start - len(found))
-        return found + [NULL_BLOCK] * (end - start - len(found))
+            block_ids += node.blocks[self._pool_idx][first:last]
+            block_ids += [NULL_BLOCK] * (node.first + last - start - len(block_ids))
+        return block_ids + [NULL_BLOCK] * (end - start - len(block_ids))
 
     def leading(self, chain: TokenChain, num_blocks: int) -> list[int]:
         """Return the leading published blocks of a chain, up to the first gap."""
-        found = self.published(chain, 0, num_blocks)
-        return found[: found.index(NULL_BLOCK)] if NULL_BLOCK in found else found
+        block_ids = self.published(chain, 0, num_blocks)
+        return block_ids[: block_ids.index(NULL_BLOCK)] if NULL_BLOCK in block_ids else block_ids
 
     def holds(self, chain: TokenChain, block_idx: int) -> bool:
         """Return whether a chain's block is published, with or without the blocks before it."""
@@ -192,8 +192,8 @@ class ChainView:
 
     def last_gap(self, start: int, end: int) -> int:
         """Return the last block in `[start, end)` that is not published, or -1."""
-        found = self._index.published(self._chain, start, end) if start < end else []
-        return end - 1 - found[::-1].index(NULL_BLOCK) if NULL_BLOCK in found else -1
+        block_ids = self._index.published(self._chain, start, end) if start < end else []
+        return end - 1 - block_ids[::-1].index(NULL_BLOCK) if NULL_BLOCK in block_ids else -1
 
     def block_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Return the blocks of `[start, end)`, all known to be published."""

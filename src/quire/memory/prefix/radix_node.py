@@ -116,11 +116,11 @@ class RadixNode:
 
     def digests(self, end: int) -> list[bytes]:
         """Return the digests of the first blocks, at least `end` of them; do not change the list."""
-        known = len(self._digests)
-        if known < end:
+        num_known = len(self._digests)
+        if num_known < end:
             block_size = self.layout.block_bytes // TOKEN_BYTES
-            parent = self._digests[-1] if known else self._digest_before_all()
-            self._digests += digests_of(parent, self.data, self.entries, block_size, known, end)
+            parent = self._digests[-1] if num_known else self._digest_before_all()
+            self._digests += digests_of(parent, self.data, self.entries, block_size, num_known, end)
         return self._digests
 
     def name_of_branch(self, content: bytes) -> bytes:
@@ -158,16 +158,16 @@ class RadixNode:
         if mine != theirs:
             count = num_common(mine, theirs) * TOKEN_BYTES // size
         if self.entries or chain.entries:
-            own, others = self.entries.get, chain.entries.get
-            count = next((idx for idx in range(count) if own(position + idx) != others(start + idx)), count)
+            own_entry, chain_entry = self.entries.get, chain.entries.get
+            count = next((idx for idx in range(count) if own_entry(position + idx) != chain_entry(start + idx)), count)
         return count
 
     def branch(self, position: int, content: bytes) -> RadixNode | None:
         """Return the branch at a position whose first block has this content, None without one."""
         if position not in self.branches:
             return None
-        found = self.branches[position].get(self.name_of_branch(content))
-        return found if found is not None and found.content(0) == content else None
+        node = self.branches[position].get(self.name_of_branch(content))
+        return node if node is not None and node.content(0) == content else None
 
     def children_at(self, position: int, limit: int, first: bytes | None = None) -> list[NodePosition]:
         """Return the blocks of the indexed pool that are published at a position, the most recent first.
@@ -204,8 +204,8 @@ class RadixNode:
         self.data += chain.data[start * size : end * size]
         self.length += end - start
         if chain.entries:
-            own = {idx - self.first: entry for idx, entry in chain.entries.items() if start <= idx < end}
-            self.entries.update(own)
+            entries = {idx - self.first: entry for idx, entry in chain.entries.items() if start <= idx < end}
+            self.entries.update(entries)
 
     def trim(self) -> bool:
         """Drop the last positions, as far as they have no published block and no branch.
@@ -274,8 +274,8 @@ class RadixNode:
         if position not in self.children:
             if node is self and position not in self.branches:
                 return
-            own = [] if node is self else self.children_at(position, 1)
-            self.children[position] = {known: self._first_token(position) for known, _ in own}
+            published = [] if node is self else self.children_at(position, 1)
+            self.children[position] = {child: self._first_token(position) for child, _ in published}
         self.children[position][node] = node._first_token(position if node is self else 0)
 
     def drop_child(self, position: int, node: RadixNode) -> None:

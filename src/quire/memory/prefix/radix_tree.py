@@ -62,13 +62,13 @@ class PrefixCursor:
             return []
         if start >= nodes[-1].first:
             return [(nodes[-1], start - nodes[-1].first, end - nodes[-1].first)]
-        found = []
+        ranges = []
         for idx, node in enumerate(nodes):
             first = max(start, node.first)
             last = end if idx + 1 == len(nodes) else min(end, nodes[idx + 1].first)
             if first < last:
-                found.append((node, first - node.first, last - node.first))
-        return found
+                ranges.append((node, first - node.first, last - node.first))
+        return ranges
 
 
 class RadixTree:
@@ -114,19 +114,19 @@ class RadixTree:
         if cursor.num_known >= num_blocks or not cursor.nodes or cursor.generation == self.generation:
             return cursor
         chain.encode(num_blocks)
-        node, known = cursor.nodes[-1], cursor.num_known
+        node, num_known = cursor.nodes[-1], cursor.num_known
         while True:
-            if known - node.first < node.length:
-                known += node.num_equal(chain, known, num_blocks)
-            if known == num_blocks or known - node.first not in node.branches:
+            if num_known - node.first < node.length:
+                num_known += node.num_equal(chain, num_known, num_blocks)
+            if num_known == num_blocks or num_known - node.first not in node.branches:
                 break
-            branch = node.branch(known - node.first, chain.content(known))
+            branch = node.branch(num_known - node.first, chain.content(num_known))
             if branch is None:
                 break
             cursor.nodes.append(branch)
             node = branch
-        cursor.num_known, cursor.version = known, node.version
-        if known < num_blocks:
+        cursor.num_known, cursor.version = num_known, node.version
+        if num_known < num_blocks:
             cursor.generation = self.generation
         return cursor
 
@@ -135,7 +135,7 @@ class RadixTree:
 
         A tail is not another path: a sequence that continues it has the same path.
         """
-        cursor, found = self.match(chain, end), []
+        cursor, lengths = self.match(chain, end), []
         nodes = cursor.nodes
         for idx, node in enumerate(nodes):
             if not node.branches:
@@ -147,8 +147,8 @@ class RadixTree:
                     paths = (branch for branch in branches.values() if not branch.is_tail)
                     # The node's own next block is a path too.
                     if sum(1 for _ in islice(paths, 2)) + (num_blocks - node.first < node.length) > 1:
-                        found.append(num_blocks)
-        return found
+                        lengths.append(num_blocks)
+        return lengths
 
     def insert(self, chain: TokenChain, num_blocks: int, num_seen: int) -> int:
         """Add positions for a chain's leading blocks; return the number of blocks with one: fewer if a digest collides.
@@ -160,21 +160,21 @@ class RadixTree:
 
     def extend(self, cursor: PrefixCursor, chain: TokenChain, num_blocks: int, num_seen: int) -> int:
         """Insert the blocks of a chain after the blocks that `match` has found; see `insert`."""
-        known = cursor.num_known
+        num_known = cursor.num_known
         if not cursor.nodes:
             self._add_root(cursor, chain.root)
         chain.encode(num_blocks)
         node = cursor.nodes[-1]
-        if known - node.first < node.length or node.parent is None:
-            branch = node.add_branch(known - node.first, chain.content(known))
+        if num_known - node.first < node.length or node.parent is None:
+            branch = node.add_branch(num_known - node.first, chain.content(num_known))
             if branch is None:
-                return known
+                return num_known
             cursor.nodes.append(branch)
             node = branch
         self.generation += 1
-        node.extend(chain, known, num_blocks)
-        if known < num_seen:
-            node.never_published.update(range(known - node.first, min(num_seen, num_blocks) - node.first))
+        node.extend(chain, num_known, num_blocks)
+        if num_known < num_seen:
+            node.never_published.update(range(num_known - node.first, min(num_seen, num_blocks) - node.first))
         cursor.num_known, cursor.version = num_blocks, node.version
         return num_blocks
 
@@ -249,7 +249,10 @@ class RadixTree:
                     bytes(node.data),
                     tuple(sorted(node.entries.items())),
                     tuple(tuple(blocks) for blocks in node.blocks),
-                    tuple((position, tuple(names[one] for one in there)) for position, there in node.children.items()),
+                    tuple(
+                        (position, tuple(names[one] for one in children))
+                        for position, children in node.children.items()
+                    ),
                     tuple(sorted(node.never_published)),
                 )
                 for node in shown

@@ -65,9 +65,9 @@ class Namespace(NamedTuple):
                 start = at + 9
                 at = start + int.from_bytes(content[at + 1 : start], "little")
                 values.append(content[start:at].decode("utf-8", "surrogatepass"))
-        model, *rest = values
+        model, *optional_values = values
         assert model is not None, "a namespace has a model"
-        return cls(model, *rest)
+        return cls(model, *optional_values)
 
 
 class Root(NamedTuple):
@@ -139,14 +139,14 @@ class TokenChain:
             num_blocks: number of full blocks, at most `len(tokens) // block_size`.
         """
         size = self._block_size
-        known = len(self.data) // (size * TOKEN_BYTES)
-        if known < num_blocks:
-            if known:
-                self.data += array("I", self.tokens[known * size : num_blocks * size])
+        num_encoded = len(self.data) // (size * TOKEN_BYTES)
+        if num_encoded < num_blocks:
+            if num_encoded:
+                self.data += array("I", self.tokens[num_encoded * size : num_blocks * size])
             else:  # usually a whole prompt: the list is not sliced
                 self.data += memoryview(array("I", self.tokens))[: num_blocks * size]
             if self.media:
-                self.entries |= self._entries_of(known, num_blocks)
+                self.entries |= self._entries_of(num_encoded, num_blocks)
 
     def content(self, block_idx: int) -> bytes:
         """Return the content of a full block: its tokens, then its media entries."""
@@ -162,11 +162,11 @@ class TokenChain:
             num_blocks: see `encode`.
         """
         digests = self._digests
-        known = len(digests)
-        if known < num_blocks:
+        num_known = len(digests)
+        if num_known < num_blocks:
             self.encode(num_blocks)
-            parent = digests[-1] if known else self.root.digest
-            digests += digests_of(parent, self.data, self.entries, self._block_size, known, num_blocks)
+            parent = digests[-1] if num_known else self.root.digest
+            digests += digests_of(parent, self.data, self.entries, self._block_size, num_known, num_blocks)
         return digests
 
     def digest_before(self, block_idx: int) -> bytes:

@@ -237,9 +237,9 @@ def _movement(copy: BlockCopy) -> str:
 
 def read_movement(word: str) -> BlockCopy:
     """Return the copy that a word of a log stands for."""
-    found = MOVEMENT.fullmatch(word)
-    if found is None:
+    match = MOVEMENT.fullmatch(word)
+    if match is None:
         raise ValueError(f"the word is not a movement of a block: {word[:40]!r}")
-    group_idx, src_id, src_mark, dst_id, dst_mark = found.groups()
+    group_idx, src_id, src_mark, dst_id, dst_mark = match.groups()
     tiers = {mark: tier for tier, mark in TIER_MARKS.items()}
     return BlockCopy(int(group_idx), int(src_id), int(dst_id), tiers[src_mark], tiers[dst_mark])

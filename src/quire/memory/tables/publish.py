@@ -33,15 +33,15 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full
         state.num_published = num_full
         return 0
     cursor = tree.match(chain, num_full)
-    known = cursor.num_known
-    state.num_published = end = num_full if known >= num_full else tree.extend(cursor, chain, num_full, start)
+    num_known = cursor.num_known
+    state.num_published = end = num_full if num_known >= num_full else tree.extend(cursor, chain, num_full, start)
     state.is_publishing = end == num_full
-    num_merges, first = 0, max(start, known)
+    num_merges, first = 0, max(start, num_known)
     ranges = cursor.ranges(first, end)
     for idx, group in enumerate(groups):
         if not group.is_recurrent:
-            if start < known:
-                num_merges += _publish_or_merge(group, state, idx, start, min(known, end))
+            if start < num_known:
+                num_merges += _publish_or_merge(group, state, idx, start, min(num_known, end))
             if ranges:
                 group.pool.index.put_ranges(ranges, state.tables[idx][first:end])
     return num_merges
@@ -51,23 +51,23 @@ def _publish_or_merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, 
     """Publish blocks one by one in a group that may already have published the same tokens."""
     index, table = group.pool.index, state.tables[group_idx]
     num_merges = 0
-    for block_idx, known in enumerate(index.published(state.chain, start, end), start):
-        if known == NULL_BLOCK:
+    for block_idx, published_id in enumerate(index.published(state.chain, start, end), start):
+        if published_id == NULL_BLOCK:
             index.put(index.tree.match(state.chain, end).position(block_idx), table[block_idx])
         else:
-            merge(group, state, group_idx, block_idx, known)
+            merge(group, state, group_idx, block_idx, published_id)
             num_merges += 1
     return num_merges
 
 
-def merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, block_idx: int, known: int) -> None:
+def merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, block_idx: int, published_id: int) -> None:
     """Replace a duplicate in a block table by the published block, and release the duplicate."""
     table = state.tables[group_idx]
-    group.pool.retain((known,))
+    group.pool.retain((published_id,))
     group.pool.release((table[block_idx],))
     if group.pool.recent is not None:
-        group.pool.recent.merged.append(known)
-    table[block_idx] = known
+        group.pool.recent.merged.append(published_id)
+    table[block_idx] = published_id
     state.mark_dirty(group_idx, block_idx)
 
 

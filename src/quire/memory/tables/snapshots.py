@@ -78,11 +78,11 @@ class Snapshots(NamedTuple):
         num_merges = 0
         for idx in self.recurrent_groups:
             table, pool = state.tables[idx], groups[idx].pool
-            known = pool.index.at(position)
-            if known == NULL_BLOCK:
+            published_id = pool.index.at(position)
+            if published_id == NULL_BLOCK:
                 pool.index.put(position, table[block_idx])
             else:
-                merge(groups[idx], state, idx, block_idx, known)
+                merge(groups[idx], state, idx, block_idx, published_id)
                 num_merges += 1
         self._supersede(groups, state)
         return num_merges

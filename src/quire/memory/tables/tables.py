@@ -166,19 +166,19 @@ class BlockTables:
         """
         groups, tables = self.groups_on(tier), state.tables_on(tier)
         if len(groups) == 1:
-            held = tables[0][state.num_skipped[0] :][::-1]
-            groups[0].pool.release(list(filter(None, held)) if tier is Tier.HOST else held, priority)
+            block_ids = tables[0][state.num_skipped[0] :][::-1]
+            groups[0].pool.release(list(filter(None, block_ids)) if tier is Tier.HOST else block_ids, priority)
         else:
             length, stride = max(map(len, tables)), len(groups)
             start = self.arena_on(tier).clock.ticks(length * stride).start
             for idx, (group, table) in enumerate(zip(groups, tables, strict=True)):
                 first = start + (length - len(table)) * stride + idx
-                held = table[state.num_skipped[idx] :][::-1]
-                moments: Sequence[int] = range(first, first + len(held) * stride, stride)
-                if tier is Tier.HOST and NULL_BLOCK in held:  # the host table of a hit has some null entries
-                    moments = list(compress(moments, held))
-                    held = list(filter(None, held))
-                group.pool.release(held, priority, moments)
+                block_ids = table[state.num_skipped[idx] :][::-1]
+                moments: Sequence[int] = range(first, first + len(block_ids) * stride, stride)
+                if tier is Tier.HOST and NULL_BLOCK in block_ids:  # the host table of a hit has some null entries
+                    moments = list(compress(moments, block_ids))
+                    block_ids = list(filter(None, block_ids))
+                group.pool.release(block_ids, priority, moments)
         if tier is Tier.DEVICE:
             self.drop_checkpoint(state)
 
@@ -264,21 +264,23 @@ class BlockTables:
         self, state: SequenceBlocks, members: Sequence[int], checkpoint: StateBackup | None = None
     ) -> list[int]:
         """Return the groups whose last block has another holder, or will have one as a state backup."""
-        held = {} if checkpoint is None else checkpoint.block_ids
+        backup_ids = {} if checkpoint is None else checkpoint.block_ids
         tables, groups = state.tables, self.groups
         return [
-            idx for idx in members if tables[idx] and (groups[idx].pool.ref_counts[tables[idx][-1]] > 1 or idx in held)
+            idx
+            for idx in members
+            if tables[idx] and (groups[idx].pool.ref_counts[tables[idx][-1]] > 1 or idx in backup_ids)
         ]
 
     def _used_in_part(self, state: SequenceBlocks, offset: int) -> list[int]:
         """Return the groups whose last block has no other holder, and is published with more tokens than `offset`."""
-        found = []
+        group_idxs = []
         for idx in self.token_groups:
             pool, block_id = self.groups[idx].pool, state.tables[idx][-1]
             content = pool.index.content_of(block_id)
             if content is not None and pool.ref_counts[block_id] == 1 and offset * TOKEN_BYTES < len(content):
-                found.append(idx)
-        return found
+                group_idxs.append(idx)
+        return group_idxs
 
     def _is_published(self, state: SequenceBlocks, group_idx: int) -> bool:
         table = state.tables[group_idx]

@@ -163,8 +163,8 @@ class DiskTier:
         for tier in (Tier.HOST, Tier.DEVICE):
             for idx, group in enumerate(self._tables.groups_on(tier)):
                 pool = group.pool
-                held = [block_id for block_id in pool.index.block_ids() if pool.ref_counts[block_id]]
-                for block_id in pool.idle.victims(len(pool.idle)) + held:
+                used_ids = [block_id for block_id in pool.index.block_ids() if pool.ref_counts[block_id]]
+                for block_id in pool.idle.victims(len(pool.idle)) + used_ids:
                     position = pool.index.position_of(block_id)
                     if position is not None and not position[0].is_tail:
                         copies.append(BlockCopy(idx, block_id, len(saves), tier, Tier.DISK))
@@ -189,8 +189,8 @@ class DiskTier:
         tables, groups = self._tables, self._tables.groups_on(Tier.HOST)
         tables.version += 1
         # The hit's idle blocks and the loaded blocks are held until all are published, so that none evicts another.
-        held = self._idle_blocks_needed(chain, num_blocks)
-        for block_idx, group_idx in held:
+        retained = self._idle_blocks_needed(chain, num_blocks)
+        for block_idx, group_idx in retained:
             groups[group_idx].pool.retain(_published(groups[group_idx].pool, chain, block_idx))
         published_tickets = []
         for group_idx, block_idx, ticket in fetched:
@@ -206,10 +206,10 @@ class DiskTier:
                 break
             tables.pending_copies.append(BlockCopy(group_idx, ticket, block_id, Tier.DISK, Tier.HOST))
             pool.index.put(pool.index.tree.match(chain, block_idx + 1).position(block_idx), block_id)
-            held.append((block_idx, group_idx))
+            retained.append((block_idx, group_idx))
             published_tickets.append(ticket)
         # Blocks are looked up again, since allocations may have moved them. The tail is evicted before the head.
-        for block_idx, group_idx in sorted(held, reverse=True):
+        for block_idx, group_idx in sorted(retained, reverse=True):
             groups[group_idx].pool.release(_published(groups[group_idx].pool, chain, block_idx))
         self.num_loads += len(published_tickets)
         if tables.observer is not None:
@@ -346,7 +346,7 @@ def describe(group_idx: int, node_position: NodePosition | None) -> StoredBlock:
 
 def _published(pool: BlockPool, chain: TokenChain, block_idx: int) -> list[int]:
     """Return the published block of a chain at an index, which must have a holder."""
-    found = pool.index.published(chain, block_idx, block_idx + 1)
-    if found == [NULL_BLOCK]:
+    block_ids = pool.index.published(chain, block_idx, block_idx + 1)
+    if block_ids == [NULL_BLOCK]:
         raise InvariantViolation("M4", f"block {block_idx} of a chain has a holder but is not published")
-    return found
+    return block_ids

@@ -61,13 +61,15 @@ class LostCopies:
         published: list[tuple[BlockPool, list[int]]] = []
         for (tier, idx), block_ids in _targets(ops).items():
             pool = self._tables.groups_on(tier)[idx].pool
-            known = sorted(block_id for block_id in block_ids if block_id in pool.index)
-            if any(pool.ref_counts[block_id] for block_id in known):
-                raise ValueError(f"discarded blocks must have no holders, but some of {known} of group {idx} have")
-            published.append((pool, known))
+            published_ids = sorted(block_id for block_id in block_ids if block_id in pool.index)
+            if any(pool.ref_counts[block_id] for block_id in published_ids):
+                raise ValueError(
+                    f"discarded blocks must have no holders, but some of {published_ids} of group {idx} have"
+                )
+            published.append((pool, published_ids))
         self._tables.version += 1
-        for pool, known in published:
-            pool.discard(known)
+        for pool, published_ids in published:
+            pool.discard(published_ids)
         if self._tables.observer is not None:
             self._tables.observer.copies_discarded(ops)
 

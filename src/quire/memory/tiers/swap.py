@@ -40,12 +40,12 @@ class TransferPlan(NamedTuple):
     """The transfer of the blocks of one cache group to the other tier.
 
     Args:
-        found: source block id -> block of the other tier that is published at the same position.
+        existing: source block id -> block of the other tier that is published at the same position.
         missing: block ids that must be copied, in the order of the block tables.
-        num_woken: number of blocks of `found` that are idle.
+        num_woken: number of blocks of `existing` that are idle.
     """
 
-    found: dict[int, int]
+    existing: dict[int, int]
     missing: list[int]
     num_woken: int
 
@@ -59,13 +59,13 @@ def find_routes(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier
     """Return for each cache group the transfer of some sequences' blocks to the other tier."""
     groups = zip(tables.groups_on(src), tables.groups_on(OTHER_TIER[src]), strict=True)
     routes = []
-    for idx, (here, there) in enumerate(groups):
+    for idx, (src_group, dst_group) in enumerate(groups):
         block_ids = _distinct_blocks(states, src, idx)
-        equals = {block_id: _find_equal(here.pool, there.pool, block_id) for block_id in block_ids}
-        found = {block_id: equal for block_id, equal in equals.items() if equal is not None}
-        missing = [block_id for block_id in block_ids if block_id not in found]
-        num_woken = [there.pool.ref_counts[equal] for equal in found.values()].count(0)
-        routes.append(TransferPlan(found, missing, num_woken))
+        equals = {block_id: _find_equal(src_group.pool, dst_group.pool, block_id) for block_id in block_ids}
+        existing = {block_id: equal for block_id, equal in equals.items() if equal is not None}
+        missing = [block_id for block_id in block_ids if block_id not in existing]
+        num_woken = [dst_group.pool.ref_counts[equal] for equal in existing.values()].count(0)
+        routes.append(TransferPlan(existing, missing, num_woken))
     return routes
 
 
@@ -101,7 +101,7 @@ def check_swap_in(
     """Return whether the device has room for sequences that are swapped in, and then grow."""
     routes = find_routes(tables, states, Tier.HOST)
     growth = [_growth(tables, states, idx, route, num_tokens, step_tokens) for idx, route in enumerate(routes)]
-    totals = [len(route.found) + len(route.missing) + more for route, more in zip(routes, growth, strict=True)]
+    totals = [len(route.existing) + len(route.missing) + more for route, more in zip(routes, growth, strict=True)]
     refusal = refuse_blocks(tables.arena, totals, num_slabs)
     if refusal is not None:
         return refusal
@@ -122,7 +122,9 @@ def _growth(
     spec, ref_counts = group.spec, group.pool.ref_counts
     siblings = Counter(block_id for state in states for block_id in state.tables_on(Tier.HOST)[group_idx])
     # Other sequences hold some of the found blocks, which do not become free when the siblings release them.
-    holders = Counter({block_id: ref_counts[route.found.get(block_id, NULL_BLOCK)] for block_id in siblings}) + siblings
+    holders = (
+        Counter({block_id: ref_counts[route.existing.get(block_id, NULL_BLOCK)] for block_id in siblings}) + siblings
+    )
     growers: Counter[int] = Counter()
     num_blocks = 0
     for state, goal in zip(states, num_tokens, strict=True):
@@ -158,8 +160,8 @@ def transfer(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, r
         for state in states:
             table = state.tables_on(dst)[idx]
             for block_idx, block_id in enumerate(state.tables_on(src)[idx]):
-                if block_id in route.found:
-                    table[block_idx] = route.found[block_id]
+                if block_id in route.existing:
+                    table[block_idx] = route.existing[block_id]
                     group.pool.retain((table[block_idx],))
     num_copied = sum(copy_blocks(tables, states, src, idx) for idx in range(len(routes)))
     for state in states:
@@ -170,7 +172,7 @@ def transfer(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, r
 def copy_blocks(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, group_idx: int) -> int:
     """Copy the blocks of one group that have null entries in the other tier's block tables; return their number."""
     dst = OTHER_TIER[src]
-    here, there = tables.groups_on(src)[group_idx].pool, tables.groups_on(dst)[group_idx].pool
+    src_pool, dst_pool = tables.groups_on(src)[group_idx].pool, tables.groups_on(dst)[group_idx].pool
 
     def entries_to_copy() -> list[tuple[SequenceBlocks, int, int]]:
         return [
@@ -187,13 +189,13 @@ def copy_blocks(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier
     # The allocation may have moved source blocks, so their ids are read after it.
     for state, block_idx, src_id in entries_to_copy():
         if src_id in copied_to:
-            there.retain((copied_to[src_id],))
+            dst_pool.retain((copied_to[src_id],))
         else:
             copied_to[src_id] = next(new_ids)
             tables.pending_copies.append(BlockCopy(group_idx, src_id, copied_to[src_id], src, dst))
-            position = here.index.position_of(src_id)
-            if position is not None and there.index.at(position) == NULL_BLOCK:
-                there.index.put(position, copied_to[src_id])
+            position = src_pool.index.position_of(src_id)
+            if position is not None and dst_pool.index.at(position) == NULL_BLOCK:
+                dst_pool.index.put(position, copied_to[src_id])
         state.tables_on(dst)[group_idx][block_idx] = copied_to[src_id]
     return len(copied_to)
 
@@ -288,7 +290,7 @@ def _distinct_blocks(states: Sequence[SequenceBlocks], tier: Tier, group_idx: in
     return list(block_ids)
 
 
-def _find_equal(here: BlockPool, there: BlockPool, block_id: int) -> int | None:
+def _find_equal(src_pool: BlockPool, dst_pool: BlockPool, block_id: int) -> int | None:
     """Return the block of another pool that is published at the same position."""
-    position = here.index.position_of(block_id)
-    return None if position is None else there.index.at(position) or None
+    position = src_pool.index.position_of(block_id)
+    return None if position is None else dst_pool.index.at(position) or None
