@@ -47,8 +47,8 @@ def read_extra_args(value: object) -> Mapping[str, Any] | None:
         return None
     if not isinstance(value, Mapping) or value.keys() - {NAME}:
         raise InvalidParameter("extra_args", value, f"a mapping with {NAME}, or None")
-    given = value.get(NAME)
-    return None if given is None else {NAME: read_kv_transfer_params(given)}
+    params = value.get(NAME)
+    return None if params is None else {NAME: read_kv_transfer_params(params)}
 
 
 def read_kv_transfer_params(value: object) -> KVTransferParams:
@@ -60,19 +60,21 @@ def read_kv_transfer_params(value: object) -> KVTransferParams:
         raise InvalidParameter(NAME, value, f"an object with {', '.join(names)}")
     for unknown in value.keys() - set(names):
         raise InvalidParameter(f"{NAME}.{unknown}", value[unknown], f"absent; known fields are {', '.join(names)}")
-    given = {name: item for name, item in value.items() if item is not None}
+    options = {name: item for name, item in value.items() if item is not None}
     for name in ("do_remote_decode", "do_remote_prefill"):
-        _check(given, name, isinstance(given.get(name, False), bool), "true or false")
+        _check(options, name, isinstance(options.get(name, False), bool), "true or false")
     for name in ("remote_engine_id", "remote_request_id", "remote_host"):
-        text = given.get(name, "-")
-        _check(given, name, isinstance(text, str) and 0 < len(text) <= MOST_TEXT, "a non-empty string or null")
-    _check(given, "remote_port", _is_whole(given.get("remote_port", 1), 0, 65535), "a port from 0 to 65535, or null")
-    _check(given, "tp_size", _is_whole(given.get("tp_size", 1), 1, 1), "1: blocks of parallel ranks are not taken")
-    ids = given.get("remote_block_ids", [])
+        text = options.get(name, "-")
+        _check(options, name, isinstance(text, str) and 0 < len(text) <= MOST_TEXT, "a non-empty string or null")
+    _check(
+        options, "remote_port", _is_whole(options.get("remote_port", 1), 0, 65535), "a port from 0 to 65535, or null"
+    )
+    _check(options, "tp_size", _is_whole(options.get("tp_size", 1), 1, 1), "1: blocks of parallel ranks are not taken")
+    ids = options.get("remote_block_ids", [])
     parts = [part if isinstance(part, list) else [part] for part in ids] if isinstance(ids, list) else [[None]]
     is_good = sum(map(len, parts)) <= MOST_BLOCK_IDS and {type(item) for part in parts for item in part} <= {int}
-    _check(given, "remote_block_ids", is_good, "a list of numbers, or of lists of them, or null")
-    params = KVTransferParams(**given)
+    _check(options, "remote_block_ids", is_good, "a list of numbers, or of lists of them, or null")
+    params = KVTransferParams(**options)
     if params.do_remote_decode and params.do_remote_prefill:
         raise InvalidParameter(f"{NAME}.do_remote_prefill", True, "false where do_remote_decode is true")
     if params.do_remote_prefill and (params.remote_host is None or params.remote_port is None):
@@ -81,9 +83,9 @@ def read_kv_transfer_params(value: object) -> KVTransferParams:
     return params
 
 
-def _check(given: Mapping[str, Any], name: str, is_good: bool, allowed: str) -> None:
+def _check(options: Mapping[str, Any], name: str, is_good: bool, allowed: str) -> None:
     if not is_good:
-        raise InvalidParameter(f"{NAME}.{name}", given[name], allowed)
+        raise InvalidParameter(f"{NAME}.{name}", options[name], allowed)
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:

@@ -53,16 +53,16 @@ def strings(
     allowed = f"a string or up to {limit} non-empty strings of at most {MAX_STRING_CHARS} characters"
     if value is None:
         return ()
-    given = (value,) if isinstance(value, str) else value
-    if not isinstance(given, list | tuple) or len(given) > limit:
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or len(items) > limit:
         raise InvalidParameter(name, value, allowed)
-    for string in given:
+    for string in items:
         if not isinstance(string, str) or not 0 < len(string) <= MAX_STRING_CHARS:
             raise InvalidParameter(name, string, allowed)
-    num_chars = sum(map(len, given))
+    num_chars = sum(map(len, items))
     if num_chars > most_chars:
         raise InvalidParameter(name, f"{num_chars} characters", f"{allowed}, {most_chars} in all")
-    return tuple(given)
+    return tuple(items)
 
 
 def logit_bias(value: object) -> Mapping[int, float] | None:

@@ -171,9 +171,9 @@ class SamplingParams:
     # The last field, so that copying and unpickling set all others without a check.
     is_checked: bool = field(init=False, default=False, repr=False, compare=False)
 
-    def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
+    def __new__(cls, *_: Any, **options: Any) -> SamplingParams:
         """Refuse unknown fields with a typed error; the generated `__init__` would raise a bare `TypeError`."""
-        for name in given:
+        for name in options:
             _check_name(cls, name)
         return object.__new__(cls)
 

@@ -74,12 +74,12 @@ def _stay_elsewhere(*_: object) -> Any:
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that differ from their defaults as a JSON value, without functions."""
-    given = {name: getattr(params, name) for name in _FIELDS}
-    value = {name: each for name, each in given.items() if each != getattr(_DEFAULTS, name)}
+    attributes = {name: getattr(params, name) for name in _FIELDS}
+    value = {name: attribute for name, attribute in attributes.items() if attribute != getattr(_DEFAULTS, name)}
     if "output_kind" in value:
         value["output_kind"] = params.output_kind.name
     if params.extra_args is not None:
-        value["extra_args"] = {name: each.as_json() for name, each in params.extra_args.items()}
+        value["extra_args"] = {name: arg.as_json() for name, arg in params.extra_args.items()}
     if params.logit_bias is not None:
         value["logit_bias"] = [[token_id, bias] for token_id, bias in params.logit_bias.items()]
     if params.structured_outputs is not None:
@@ -92,20 +92,20 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 def params_from_json(value: dict[str, Any]) -> SamplingParams:
     """Return the parameters that `params_to_json` encoded."""
-    given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
-    if "output_kind" in given:
-        given["output_kind"] = RequestOutputKind[given["output_kind"]]
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
-    if "structured_outputs" in given:
-        outputs = given["structured_outputs"]
+    options: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
+    if "output_kind" in options:
+        options["output_kind"] = RequestOutputKind[options["output_kind"]]
+    if "logit_bias" in options:
+        options["logit_bias"] = dict(options["logit_bias"])
+    if "structured_outputs" in options:
+        outputs = options["structured_outputs"]
         choice = outputs["choice"]
-        given["structured_outputs"] = StructuredOutputs(
+        options["structured_outputs"] = StructuredOutputs(
             **{**outputs, "choice": None if choice is None else tuple(choice)}
         )
-    if "thinking" in given:
-        thinking = given["thinking"]
-        given["thinking"] = ThinkingTokens(
+    if "thinking" in options:
+        thinking = options["thinking"]
+        options["thinking"] = ThinkingTokens(
             thinking["start_id"],
             tuple(thinking["end_ids"]),
             tuple(thinking["close_ids"]),
@@ -113,4 +113,4 @@ def params_from_json(value: dict[str, Any]) -> SamplingParams:
             thinking["has_headers"],
             tuple(thinking["turn_ids"]),
         )
-    return SamplingParams(**given)
+    return SamplingParams(**options)

@@ -81,12 +81,12 @@ class StructuredOutputs:
         for name, why in UNSUPPORTED.items():
             if getattr(self, name) is not None:
                 raise UnsupportedFeature(f"structured_outputs.{name}", why)
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            raise InvalidParameter("structured_outputs", given, f"exactly one of {', '.join(KINDS)}")
+        kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(kinds) != 1:
+            raise InvalidParameter("structured_outputs", kinds, f"exactly one of {', '.join(KINDS)}")
         for name in FLAGS:
-            if getattr(self, name) and given[0] not in ("json", "json_object"):
-                raise InvalidParameter(f"structured_outputs.{name}", True, f"false with {given[0]}")
+            if getattr(self, name) and kinds[0] not in ("json", "json_object"):
+                raise InvalidParameter(f"structured_outputs.{name}", True, f"false with {kinds[0]}")
         if self.json is not None:
             put(self, "json", _schema(self.json))
         if self.choice is not None:
@@ -130,7 +130,7 @@ def structured_outputs(value: object) -> StructuredOutputs | None:
     for name in value:
         if name not in names:
             raise InvalidParameter("structured_outputs", name, f"a mapping of {', '.join(names)}")
-    return StructuredOutputs(**{name: given for name, given in value.items() if given is not None})
+    return StructuredOutputs(**{name: item for name, item in value.items() if item is not None})
 
 
 def _schema(value: object) -> str:

@@ -103,33 +103,33 @@ class SuffixAutomaton:
 
     def _extend(self, last: int, token: int) -> int:
         """Return the state of the text after a token; create the state if it does not exist."""
-        known = self._step(last, token)
-        if known >= 0:
-            return known if self._lengths[known] == self._lengths[last] + 1 else self._split(last, token, known)
+        target = self._step(last, token)
+        if target >= 0:
+            return target if self._lengths[target] == self._lengths[last] + 1 else self._split(last, token, target)
         new = self._new_state(self._lengths[last] + 1, len(self._text))
         state = last
-        while state >= 0 and (known := self._step(state, token)) < 0:
+        while state >= 0 and (target := self._step(state, token)) < 0:
             self._set(state, token, new)
             state = self._links[state]
         if state < 0:
             self._links[new] = ROOT
-        elif self._lengths[known] == self._lengths[state] + 1:
-            self._links[new] = known
+        elif self._lengths[target] == self._lengths[state] + 1:
+            self._links[new] = target
         else:
-            self._links[new] = self._split(state, token, known)
+            self._links[new] = self._split(state, token, target)
         return new
 
-    def _split(self, state: int, token: int, known: int) -> int:
+    def _split(self, state: int, token: int, target: int) -> int:
         """Move a state's substrings that are reached from `state` with `token`, and shorter ones, to a new state."""
-        new = self._new_state(self._lengths[state] + 1, self._ends[known])
-        self._links[new] = self._links[known]
-        self._tokens[new], self._nexts[new] = self._tokens[known], self._nexts[known]
-        table = self._tables.get(known)
+        new = self._new_state(self._lengths[state] + 1, self._ends[target])
+        self._links[new] = self._links[target]
+        self._tokens[new], self._nexts[new] = self._tokens[target], self._nexts[target]
+        table = self._tables.get(target)
         if table is not None:
             self._tables[new] = table.copy()
             self._num_entries += len(table)
-        self._links[known] = new
-        while state >= 0 and self._step(state, token) == known:
+        self._links[target] = new
+        while state >= 0 and self._step(state, token) == target:
             self._set(state, token, new)
             state = self._links[state]
         return new

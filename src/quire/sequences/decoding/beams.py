@@ -67,7 +67,7 @@ def advance_beams(search: BeamSearch, beams: Seq[Sequence], candidates: Seq[Cand
             ended.append(_hypothesis(search, beams[candidate.parent_idx], candidate, *end))
     search.num_tokens += len(ended)
     # The sort is stable: of hypotheses with equal scores, the one that ended first stays.
-    search.finished = sorted([*search.finished, *ended], key=lambda known: -known.score)[:width]
+    search.finished = sorted([*search.finished, *ended], key=lambda hypothesis: -hypothesis.score)[:width]
     if not going_on or _is_over(request, search, beams[0].num_output + 1, going_on[0][1].score):
         reason = FinishReason.STOP if search.finished else FinishReason.ERROR
         search.scores, search.last_steps = {}, {}
@@ -118,9 +118,9 @@ def _continue_beams(search: BeamSearch, beams: Seq[Sequence], going_on: Seq[tupl
     appends: list[BeamEdit] = []
     scores: dict[int, float] = {}
     last_steps: dict[int, BeamStep | None] = {}
-    for parent_idx, own in children.items():
+    for parent_idx, ranked in children.items():
         parent_sample_idx = beams[parent_idx].sample_idx
-        for child_idx, (rank, candidate) in enumerate(own):
+        for child_idx, (rank, candidate) in enumerate(ranked):
             sample_idx = next(free) if child_idx else parent_sample_idx
             if child_idx:
                 forks.append(Fork(sample_idx, parent_sample_idx))

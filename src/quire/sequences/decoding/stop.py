@@ -74,8 +74,8 @@ class StopStrings:
 
     def flush(self) -> str:
         """Return the text that was held back, if the sequence ends for another reason."""
-        held, self._held = self._held, ""
-        return held
+        text, self._held = self._held, ""
+        return text
 
     def fork(self) -> StopStrings:
         """Return an independent copy."""
@@ -83,10 +83,10 @@ class StopStrings:
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
         """Return the end and the string of the match that is complete first."""
-        found = [(start + len(s), -len(s), s) for s in self._strings if (start := text.find(s)) >= 0]
-        if not found:
+        matches = [(start + len(s), -len(s), s) for s in self._strings if (start := text.find(s)) >= 0]
+        if not matches:
             return None
-        end, _, string = min(found)
+        end, _, string = min(matches)
         return end, string
 
     def _ambiguous_tail(self, text: str) -> int:

@@ -86,8 +86,8 @@ def strategy_of(request: Request) -> Strategy[Sequence]:
         return END_OF_PROMPT
     if request.params.beam_width is not None:
         return BEAMS
-    own = request.params.strategy
-    return SAMPLING if own is None else CustomStrategy(own)
+    strategy = request.params.strategy
+    return SAMPLING if strategy is None else CustomStrategy(strategy)
 
 
 def default_edit_of(strategy: Strategy[Sequence], sample_idx: int) -> Append | None:

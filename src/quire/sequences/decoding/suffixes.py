@@ -120,9 +120,9 @@ class SuffixDrafter:
                 state, length = segment.advance(state, length, token)
             matches[number] = state, length
             if length > max(best, self._shortest - 1):
-                found = segment.continuation(segment.settle(state, length), limit)
-                if found:
-                    draft, best = found, length
+                continuation = segment.continuation(segment.settle(state, length), limit)
+                if continuation:
+                    draft, best = continuation, length
         reader.matches, reader.end = matches, len(tokens)
         return draft
 
