@@ -50,19 +50,25 @@ def make_ops(
         return _plain(_triton(device, quantization), weight_packing)
     if kernels == "torch":
         return _plain(TorchOps(device, quantization=quantization), weight_packing)
-    found = find_library() if device.type == "cpu" else f"they are for CPUs, not for device {device.type!r}"
-    if not isinstance(found, str) and quantization is not None and not _rounds_alike(found):
-        found = f"those of level {found.level} give other products of rounded weights than stock operators"
-    if not isinstance(found, str):
+    library_or_reason = find_library() if device.type == "cpu" else f"they are for CPUs, not for device {device.type!r}"
+    if not isinstance(library_or_reason, str) and quantization is not None and not _rounds_alike(library_or_reason):
+        library_or_reason = (
+            f"those of level {library_or_reason.level} give other products of rounded weights than stock operators"
+        )
+    if not isinstance(library_or_reason, str):
         wants_lossless = weight_packing != "plain" and quantization is None
-        if wants_lossless and found.lossless is not None and _agrees(found):
-            return NativeOps(found, is_lossless=True, deterministic=deterministic)
-        return _plain(NativeOps(found, quantization, deterministic=deterministic), weight_packing)
+        if wants_lossless and library_or_reason.lossless is not None and _agrees(library_or_reason):
+            return NativeOps(library_or_reason, is_lossless=True, deterministic=deterministic)
+        return _plain(NativeOps(library_or_reason, quantization, deterministic=deterministic), weight_packing)
     if kernels == "native":
-        raise ConfigError(f"native kernels were asked for, but {found}; use 'torch' or 'auto'", field="kernels")
+        raise ConfigError(
+            f"native kernels were asked for, but {library_or_reason}; use 'torch' or 'auto'", field="kernels"
+        )
     if deterministic:
-        raise _not_deterministic(found)
-    return _plain(TorchOps(device, note=f"no native kernels: {found}", quantization=quantization), weight_packing)
+        raise _not_deterministic(library_or_reason)
+    return _plain(
+        TorchOps(device, note=f"no native kernels: {library_or_reason}", quantization=quantization), weight_packing
+    )
 
 
 def choose_kernels(device: torch.device, kernels: str) -> str:
@@ -83,19 +89,19 @@ def choose_kernels(device: torch.device, kernels: str) -> str:
 
 def _triton(device: torch.device, quantization: Quantization | None) -> Ops:
     """Return the backend of Triton kernels, which is imported here only: Triton is an extra."""
-    found: str | None = None
+    reason: str | None = None
     try:
         import triton
     except ImportError as error:
-        found = f"Triton cannot be imported ({error}); install quire[gpu], or use 'torch'"
+        reason = f"Triton cannot be imported ({error}); install quire[gpu], or use 'torch'"
     else:
         is_interpreted = bool(triton.knobs.runtime.interpret)
         if device.type == "cpu" and not is_interpreted:
-            found = "they are for NVIDIA GPUs, and the device is 'cpu'; use 'auto'"
+            reason = "they are for NVIDIA GPUs, and the device is 'cpu'; use 'auto'"
         elif device.type != "cpu" and is_interpreted:
-            found = "Triton interprets its kernels on the CPU, for TRITON_INTERPRET is set; unset it, or use 'torch'"
-    if found is not None:
-        raise ConfigError(f"kernels 'triton' were asked for, but {found}", field="kernels")
+            reason = "Triton interprets its kernels on the CPU, for TRITON_INTERPRET is set; unset it, or use 'torch'"
+    if reason is not None:
+        raise ConfigError(f"kernels 'triton' were asked for, but {reason}", field="kernels")
     from quire.ops.triton.triton_ops import TritonOps
 
     return TritonOps(device, quantization)

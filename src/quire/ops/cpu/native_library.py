@@ -296,12 +296,12 @@ def _plain_kernels(library: Any) -> PlainKernels:
 
 def quantized_kernels(library: Any, panel_columns: int) -> QuantizedKernels:
     """Load the functions for quantised weights from a library."""
-    place = (_INT, _INT, _INT, _INT, _INT, _POINTER)
+    destination = (_INT, _INT, _INT, _INT, _INT, _POINTER)
     return QuantizedKernels(
         typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _INT, returns=_INT),
         typed(library.quire_bytes_quantized, _INT, _INT, _INT, returns=_INT),
-        typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), *place),
-        typed(library.quire_pack_blocks, _INT, ctypes.POINTER(BlockRows), *place, returns=_BOOL),
+        typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), *destination),
+        typed(library.quire_pack_blocks, _INT, ctypes.POINTER(BlockRows), *destination, returns=_BOOL),
         typed(library.quire_pack_rounded, _INT, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER, returns=_BOOL),
         typed(library.quire_linear_quantized, *_PRODUCT),
         typed(library.quire_rows_quantized, *_LOOK_UP, returns=_BOOL),

@@ -56,9 +56,9 @@ class NativeLoraLayer:
         vector_values, step_values = self._values(weight.a.dtype)
         laid_out = [_in_groups(weight.a, num_across, vector_values)]
         laid_out += [_in_groups(part.b, panel_columns, step_values) for part in weight.parts]
-        matrices = memory.take(sum(each.nbytes for each in laid_out)).view(weight.a.dtype)
-        torch.cat([each.flatten() for each in laid_out], out=matrices)
-        addresses = [*accumulate((each.nbytes for each in laid_out), initial=matrices.data_ptr())]
+        matrices = memory.take(sum(matrix.nbytes for matrix in laid_out)).view(weight.a.dtype)
+        torch.cat([matrix.flatten() for matrix in laid_out], out=matrices)
+        addresses = [*accumulate((matrix.nbytes for matrix in laid_out), initial=matrices.data_ptr())]
         parts = array("q")
         for (b, first_rank, first_column), address in zip(weight.parts, addresses[1:-1], strict=True):
             num_columns, rank = b.shape

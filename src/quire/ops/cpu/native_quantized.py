@@ -117,20 +117,24 @@ class QuantizedKernels(NamedTuple):
         for part in parts:
             cuts = (half - start,)
 
-            def place(rows: slice, start: int = start) -> tuple[int, ...]:
+            def destination_of(rows: slice, start: int = start) -> tuple[int, ...]:
                 is_second, first = divmod(start + rows.start, half)
                 return first, rows.stop - rows.start, width, is_second * columns, columns, panels.data_ptr()
 
-            if not self._pack_blocks(number, part, cuts, place):
+            if not self._pack_blocks(number, part, cuts, destination_of):
                 for rows in chunks(part.shape[0], width, cuts=cuts):
                     unpacked = part.read(rows).apply(Tensor.contiguous)
                     pointers = UnpackedRows(*(None if field is None else field.data_ptr() for field in unpacked))
-                    self.pack(number, ctypes.byref(pointers), *place(rows))
+                    self.pack(number, ctypes.byref(pointers), *destination_of(rows))
             start += part.shape[0]
         return panels
 
     def _pack_blocks(
-        self, number: int, part: QuantizedWeight, cuts: tuple[int, ...], place: Callable[[slice], tuple[int, ...]]
+        self,
+        number: int,
+        part: QuantizedWeight,
+        cuts: tuple[int, ...],
+        destination_of: Callable[[slice], tuple[int, ...]],
     ) -> bool:
         """Pack rows directly from blocks; return False if the part has no blocks of a type with a kernel."""
         blocks = part.blocks
@@ -142,7 +146,7 @@ class QuantizedKernels(NamedTuple):
             from_rows = BlockRows(
                 blocks.type_id, raw.data_ptr(), raw.stride(0), None if row_ids is None else row_ids[rows].data_ptr()
             )
-            if not self.pack_blocks(number, ctypes.byref(from_rows), *place(rows)):
+            if not self.pack_blocks(number, ctypes.byref(from_rows), *destination_of(rows)):
                 return False
         return True
 

@@ -88,19 +88,19 @@ def group_pairs(chosen: Tensor, bounds: tuple[int, int], num_experts: int, rows:
     first, end = bounds
     flat = chosen.flatten()
     starts = [*accumulate(torch.bincount(flat, minlength=num_experts).tolist(), initial=0)]
-    here = slice(starts[first], starts[end])
+    rank_slice = slice(starts[first], starts[end])
     spans = [
-        (idx, slice(begin - here.start, stop - here.start))
+        (idx, slice(begin - rank_slice.start, stop - rank_slice.start))
         for idx, (begin, stop) in enumerate(pairwise(starts[first : end + 1]))
         if begin < stop
     ]
     if rows is None:
-        return ExpertPairs(flat.argsort(stable=True)[here], spans, None)
+        return ExpertPairs(flat.argsort(stable=True)[rank_slice], spans, None)
     num_groups = len(rows.slots)
     groups = _groups_of_rows(rows, flat.device)
     keys = flat * (num_groups + 1) + groups.repeat_interleave(chosen.shape[1])
     keys, order = keys.sort(stable=True)
-    return ExpertPairs(order[here], spans, _adapted_pairs(keys[here], rows, first, end - first))
+    return ExpertPairs(order[rank_slice], spans, _adapted_pairs(keys[rank_slice], rows, first, end - first))
 
 
 def _groups_of_rows(rows: LoraRows, device: torch.device) -> Tensor:

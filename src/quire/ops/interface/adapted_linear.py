@@ -38,8 +38,8 @@ class StepAdapters:
             adapters: `all` and `output` of the step; None if no row has an adapter.
         """
         self.all, self.output = adapters or (None, None)
-        for place, rows in enumerate((self.all, self.output)):
-            self.call[place] = 0 if rows is None else rows.call.buffer_info()[0]
+        for idx, rows in enumerate((self.all, self.output)):
+            self.call[idx] = 0 if rows is None else rows.call.buffer_info()[0]
         self.call[2] = 0 if self.all is None else self.all.num_rows
 
     def rows(self, num_rows: int) -> LoraRows | None:

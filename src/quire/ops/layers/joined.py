@@ -25,7 +25,7 @@ class JoinedLinear:
         if residual is None:
             return torch.cat([linear(x) for linear in self._linears], -1)
         parts = torch.split(residual, self._num_columns, -1)
-        return torch.cat([each(x, part.contiguous()) for each, part in zip(self._linears, parts, strict=True)], -1)
+        return torch.cat([linear(x, part.contiguous()) for linear, part in zip(self._linears, parts, strict=True)], -1)
 
 
 def pack_joined(
@@ -39,6 +39,6 @@ def pack_joined(
         else:
             quantized = tuple(part for part in parts if isinstance(part, QuantizedWeight))
             weights.append(StoredWeight(quantized, weight.dtype))
-    num_columns = [each.shape[0] for each in weights]
+    num_columns = [matrix.shape[0] for matrix in weights]
     biases: Sequence[Tensor | None] = [None] * len(weights) if bias is None else torch.split(bias, num_columns)
-    return JoinedLinear([pack(each, part) for each, part in zip(weights, biases, strict=True)], num_columns)
+    return JoinedLinear([pack(matrix, part) for matrix, part in zip(weights, biases, strict=True)], num_columns)

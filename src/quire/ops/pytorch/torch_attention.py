@@ -139,7 +139,7 @@ class TorchStepAttention:
             firsts = None
             if batch.first_seen(context_len - 1) > first_seen:
                 positions = range(context_len - (end - start), context_len)
-                firsts = torch.tensor([batch.first_seen(each) for each in positions], device=kv.data.device)
+                firsts = torch.tensor([batch.first_seen(position) for position in positions], device=kv.data.device)
                 firsts -= first_seen
             self._jobs.append(Job(start, end, gathers, firsts))
         self._bags: dict[int, Bags] = {}  # by the number of query heads in a group

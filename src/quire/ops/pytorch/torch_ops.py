@@ -186,14 +186,14 @@ def packing_works(dtype: torch.dtype) -> bool:
     try:
         with torch.inference_mode():
             packed = PackedLinear(weight.clone(), bias)
-            found = packed(x), packed(x, residual)
+            outputs = packed(x), packed(x, residual)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     product = x.double() @ weight.double().T + bias.double()
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     return all(
         torch.allclose(y.double(), expected, rtol=tolerance, atol=tolerance)
-        for y, expected in zip(found, (product, product + residual.double()), strict=True)
+        for y, expected in zip(outputs, (product, product + residual.double()), strict=True)
     )
 
 

@@ -134,10 +134,10 @@ def scan_in_chunks(state: Tensor, dtx: Tensor, B: Tensor, C: Tensor, dA: Tensor)
 def delta_rule_one(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Update a state with one row: as `delta_rule_in_chunks`, but reading before the state changes."""
     decay = g[0].exp()[:, None, None]
-    found = torch.bmm(torch.cat((k, q), 1), state).mul_(decay)  # [H, 2, V]
-    delta = (v - found[:, :1]).mul_(beta[0][:, None, None])
+    reads = torch.bmm(torch.cat((k, q), 1), state).mul_(decay)  # [H, 2, V]
+    delta = (v - reads[:, :1]).mul_(beta[0][:, None, None])
     state.mul_(decay).addcmul_(k.mT, delta)
-    return torch.addcmul(found[:, 1:], (q * k).sum(-1, keepdim=True), delta)
+    return torch.addcmul(reads[:, 1:], (q * k).sum(-1, keepdim=True), delta)
 
 
 def delta_rule_in_chunks(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -154,9 +154,9 @@ def delta_rule_in_chunks(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tens
         rows = slice(start, start + CHUNK_ROWS)
         chunk_q, chunk_k, rate = q[:, rows], k[:, rows], beta[rows].T[:, :, None]
         between, from_start, to_end = _decays_within(g[rows])
-        found = torch.bmm(chunk_k, state).mul_(from_start[:, :, None])
+        expected = torch.bmm(chunk_k, state).mul_(from_start[:, :, None])
         system = torch.bmm(chunk_k, chunk_k.mT).mul_(between).mul_(rate)
-        target = (v[:, rows] - found).mul_(rate)
+        target = (v[:, rows] - expected).mul_(rate)
         deltas = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
         scores = torch.bmm(chunk_q, chunk_k.mT).mul_(between)
         # Two calls: with another sum to add to, torch multiplies one head after the other on a CPU.

@@ -74,8 +74,8 @@ class ReferenceStepStates:
                 state.zero_()
             for row in range(start, end):
                 state.mul_(g[row].exp()[:, None, None])
-                found = torch.einsum("hk,hkv->hv", k[row], state)
-                state.add_(torch.einsum("hk,hv->hkv", k[row], beta[row, :, None] * (v[row] - found)))
+                expected = torch.einsum("hk,hkv->hv", k[row], state)
+                state.add_(torch.einsum("hk,hv->hkv", k[row], beta[row, :, None] * (v[row] - expected)))
                 output[row] = torch.einsum("hk,hkv->hv", q[row], state)
         return output.flatten(1)
 

@@ -106,9 +106,9 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         if variant is None:
             self._keep(key, self.run(*args, grid=grid, warmup=False, **constants), constants)
             return
-        run, function, metadata, rest = variant
+        run, function, metadata, constant_values = variant
         stream = active.get_current_stream(device)
-        run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *values, *rest)
+        run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *values, *constant_values)
 
     def _is_watched(self) -> bool:
         """Return whether launch hooks are set, such as a profiler's."""
@@ -120,8 +120,8 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         """Cache a variant that Triton has launched, if this release of Triton is known and all constexprs are named."""
         names = self.arg_names[self._num_args :]
         if IS_KNOWN and compiled is not None and all(name in constants for name in names):
-            rest = tuple(constants[name] for name in names)
-            self._variants[key] = Variant(compiled.run, compiled.function, compiled.packed_metadata, rest)
+            constant_values = tuple(constants[name] for name in names)
+            self._variants[key] = Variant(compiled.run, compiled.function, compiled.packed_metadata, constant_values)
 
 
 def kernel(fn: Callable[..., Any] | None = None, **options: Any) -> Any:

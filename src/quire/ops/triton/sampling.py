@@ -55,9 +55,9 @@ def draw_tokens(
 ) -> Tensor:
     """Sample a token for each row; see `quire.ops.interface.token_draws.DrawsTokens`."""
     num_rows, vocab_size = logits.shape
-    found = logits.new_empty((2, num_rows), dtype=torch.int64)
+    output = logits.new_empty((2, num_rows), dtype=torch.int64)
     if not num_rows:
-        return found
+        return output
     rows = RowPeaks(logits)
     sums = kinds = temperature = seeds = sample_idxs = None
     draws = parameters is not None and parameters.draws
@@ -70,16 +70,16 @@ def draw_tokens(
     pointers = (sums, logits, kinds, temperature, seeds, sample_idxs, positions, before)
     # Any tensor stands in for an unused argument: with None, Triton would compile another variant.
     sampling.choose[num_rows,](
-        found, rows.peaks, rows.places, *(found if each is None else each for each in pointers), vocab_size,
+        output, rows.peaks, rows.places, *(output if pointer is None else pointer for pointer in pointers), vocab_size,
         rows.num_tiles, num_rows, SCALE=scale_of(vocab_size), PEAKS=rows.width, DRAWS=draws, CHECKED=before is not None,
     )  # fmt: skip
     if parameters is None or positions is None:  # nothing else is drawn
-        return found
+        return output
     if parameters.few is not None:
-        _draw_few(found, rows, parameters, parameters.few, positions)
+        _draw_few(output, rows, parameters, parameters.few, positions)
     if parameters.many is not None:
-        _draw_many(found, rows, parameters, parameters.many, positions)
-    return found
+        _draw_many(output, rows, parameters, parameters.many, positions)
+    return output
 
 
 def scale_of(vocab_size: int) -> float:
@@ -98,43 +98,43 @@ def _sum_tiles(rows: RowPeaks, kinds: Tensor, temperature: Tensor) -> Tensor:
     return sums
 
 
-def _draw_few(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Tensor, positions: Tensor) -> None:
+def _draw_few(output: Tensor, rows: RowPeaks, parameters: RowParameters, few: Tensor, positions: Tensor) -> None:
     """Sample the tokens of rows with a small `top_k`."""
     vocab_size, filters = rows.logits.shape[1], parameters.filters
     # Fewer than `top_k` tiles have peaks above the bound, and at most `top_k` tokens that equal the bound are listed.
     capacity = min(parameters.most_few * (TILE + 1), vocab_size)
-    entries = found.new_empty((len(own), capacity))
-    firsts = found.new_empty((len(own), NARROW))
-    tiles = rows.places.new_empty((len(own), rows.num_tiles))
-    filtered_sampling.draw_few[len(own),](
-        found, entries, firsts, tiles, rows.peaks, rows.logits, own, *filters, parameters.seeds,
+    entries = output.new_empty((len(few), capacity))
+    firsts = output.new_empty((len(few), NARROW))
+    tiles = rows.places.new_empty((len(few), rows.num_tiles))
+    filtered_sampling.draw_few[len(few),](
+        output, entries, firsts, tiles, rows.peaks, rows.logits, few, *filters, parameters.seeds,
         parameters.sample_idxs, positions, vocab_size, rows.num_tiles, capacity, SCALE=scale_of(vocab_size),
         PEAKS=rows.width, BLOCK=TILE * TILES, num_warps=8,
     )  # fmt: skip
 
 
-def _draw_many(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Tensor, positions: Tensor) -> None:
+def _draw_many(output: Tensor, rows: RowPeaks, parameters: RowParameters, many: Tensor, positions: Tensor) -> None:
     """Sample the tokens of rows whose filters may keep any number of tokens."""
     vocab_size, filters = rows.logits.shape[1], parameters.filters
     counts = parameters.cuts_many
-    numbers = found.new_zeros(len(own) * (BINS * (1 + counts) + STATE))
-    bins, states = numbers[STATE * len(own) :], numbers[: STATE * len(own)]
+    numbers = output.new_zeros(len(many) * (BINS * (1 + counts) + STATE))
+    bins, states = numbers[STATE * len(many) :], numbers[: STATE * len(many)]
     capacity = min(LISTED, vocab_size)
-    entries = found.new_empty((len(own), capacity))
+    entries = output.new_empty((len(many), capacity))
     options: dict[str, Any] = {"SCALE": scale_of(vocab_size), "PEAKS": rows.width}
-    grid = len(own), -(-rows.num_tiles // TILES)
+    grid = len(many), -(-rows.num_tiles // TILES)
     filtered_sampling.fill_bins[grid](
-        bins, states, rows.peaks, rows.logits, own, *filters, vocab_size, rows.num_tiles, **options,
+        bins, states, rows.peaks, rows.logits, many, *filters, vocab_size, rows.num_tiles, **options,
         BLOCK=TILE * TILES, COUNTS=counts, num_warps=8,
     )  # fmt: skip
     for stage in range(4 if counts else 3):
         if stage:
             filtered_sampling.list_bin[grid](
-                entries, states, rows.peaks, rows.logits, own, filters.temperature, filters.min_p, vocab_size,
+                entries, states, rows.peaks, rows.logits, many, filters.temperature, filters.min_p, vocab_size,
                 rows.num_tiles, capacity, **options, BLOCK=TILE * TILES, num_warps=8,
             )  # fmt: skip
-        filtered_sampling.advance[len(own),](
-            found, entries, bins, states, rows.peaks, rows.logits, own, *filters, parameters.seeds,
+        filtered_sampling.advance[len(many),](
+            output, entries, bins, states, rows.peaks, rows.logits, many, *filters, parameters.seeds,
             parameters.sample_idxs, positions, vocab_size, rows.num_tiles, capacity, **options, BLOCK=1024,
             STARTS=stage == 0, COUNTS=counts, num_warps=4,
         )  # fmt: skip

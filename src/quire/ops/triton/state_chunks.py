@@ -59,7 +59,7 @@ class ChunkPlan(NamedTuple):
             if end - start > single_rows:
                 plan.sequences.append(sequence)
                 plan.starts.extend(range(start, end, CHUNK))
-                plan.ends.extend(min(each + CHUNK, end) for each in range(start, end, CHUNK))
+                plan.ends.extend(min(chunk_start + CHUNK, end) for chunk_start in range(start, end, CHUNK))
                 plan.first_chunks.append(len(plan.starts))
         return plan
 

@@ -68,7 +68,7 @@ class DecodeSharing(NamedTuple):
                 member_rows += rows
                 before = [num_before[row] for row in rows]
                 places += before
-                num_before.update(zip(rows, [place + len(starts) for place in before], strict=True))
+                num_before.update(zip(rows, [count + len(starts) for count in before], strict=True))
             for part, start in enumerate(starts):
                 for first_row, num_rows, row in tiled:
                     items += first_row, num_rows, 0, start, min(start + sharing.length, end), part, 0, 0
@@ -119,7 +119,7 @@ class Seen(NamedTuple):
         rows: int64 [c], candidates: rows that see their first token and share their first block with another row.
         deciding: int64 [c], number of leading units of each candidate's table that determine the ranges.
         compared: int64 [c], number of these units that the candidate's table had.
-        known: set of the stamps if there are no candidates, else empty.
+        unshared_stamps: set of the stamps if there are no candidates, else empty.
     """
 
     stamps: Sequence[int]
@@ -127,12 +127,12 @@ class Seen(NamedTuple):
     rows: Tensor
     deciding: Tensor
     compared: Tensor
-    known: frozenset[int]
+    unshared_stamps: frozenset[int]
 
     def knows(self, stamps: Sequence[int]) -> bool:
         """Return whether rows are a subset of rows that shared nothing, each of a different sequence."""
-        own = set(stamps)
-        return len(own) == len(stamps) and self.known.issuperset(own)
+        distinct = set(stamps)
+        return len(distinct) == len(stamps) and self.unshared_stamps.issuperset(distinct)
 
 
 class SharedDecodes:
@@ -186,8 +186,8 @@ class SharedDecodes:
         search = self._search_by_torch if self._kernels is None else self._search
         rows, deciding, self.sharing = search(sees_all, positions, block_ids, block_starts)
         compared = self._compared(rows, deciding, positions)
-        known = frozenset(() if rows.numel() else stamps)
-        self._seen = Seen(stamps, sees_all, rows, deciding, compared, known)
+        unshared_stamps = frozenset(() if rows.numel() else stamps)
+        self._seen = Seen(stamps, sees_all, rows, deciding, compared, unshared_stamps)
 
     def _search(
         self, sees_all: Tensor, positions: Tensor, block_ids: Tensor, block_starts: Tensor
@@ -199,21 +199,21 @@ class SharedDecodes:
         by_row = torch.empty(5, num_rows, dtype=torch.int64)
         items = torch.empty(most.num_items, SHARED_ITEM, dtype=torch.int32)
         members = torch.empty(most.num_rows, SHARED_ROW, dtype=torch.int32)
-        item_rows, member_rows = (torch.empty(len(each), dtype=torch.int64) for each in (items, members))
-        found = FoundSharingCall(
+        item_rows, member_rows = (torch.empty(len(table), dtype=torch.int64) for table in (items, members))
+        call = FoundSharingCall(
             most.num_items,
             most.num_rows,
-            *(each.data_ptr() for each in (*by_row, items, item_rows, members, member_rows)),
+            *(tensor.data_ptr() for tensor in (*by_row, items, item_rows, members, member_rows)),
         )
-        given = (each.data_ptr() for each in (positions, sees_all, block_starts, block_ids))
+        pointers = (tensor.data_ptr() for tensor in (positions, sees_all, block_starts, block_ids))
         rule = sharing_call(self._rule, self._num_kv_heads, self._num_processors)
-        has_room = self._kernels.share(SharedDecodeRowsCall(num_rows, *given), rule, ctypes.byref(found))
+        has_room = self._kernels.share(SharedDecodeRowsCall(num_rows, *pointers), rule, ctypes.byref(call))
         assert has_room, f"more is shared than there is room for: {most}"
-        candidates, deciding = by_row[:2, : found.num_candidates]
-        if not found.num_sharing:
+        candidates, deciding = by_row[:2, : call.num_candidates]
+        if not call.num_sharing:
             return candidates, deciding, no_sharing()
-        rows, ends, num_parts = by_row[2:, : found.num_sharing]
-        shared, of_shared = slice(found.num_items), slice(found.num_members)
+        rows, ends, num_parts = by_row[2:, : call.num_sharing]
+        shared, of_shared = slice(call.num_items), slice(call.num_members)
         sharing = DecodeSharing(
             *(rows, ends, num_parts, items[shared], item_rows[shared]), members[of_shared], member_rows[of_shared]
         )
@@ -231,10 +231,10 @@ class SharedDecodes:
             for row, (head, sees, table, position) in enumerate(of_all)
             if sees and counts[head] > 1
         ]
-        found = find_shared(candidates, block_ids, self._rule)
+        result = find_shared(candidates, block_ids, self._rule)
         sharing = no_sharing()
-        if found.ranges:
-            shared = Sharing.of(found.ranges, self._rule, self._num_kv_heads, self._num_processors)
+        if result.ranges:
+            shared = Sharing.of(result.ranges, self._rule, self._num_kv_heads, self._num_processors)
             sharing = DecodeSharing.of(shared)
-        rows = vector([each.first_row for each in candidates])
-        return rows, vector(found.deciding) // self._rule.unit, sharing
+        rows = vector([candidate.first_row for candidate in candidates])
+        return rows, vector(result.deciding) // self._rule.unit, sharing

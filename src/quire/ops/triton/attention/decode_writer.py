@@ -84,7 +84,7 @@ class DecodeWriter:
             SplitRuleCall(tile_tokens, num_kv_heads, 0, 0), most.num_items, most.num_split,
             *(len(table) // width for table, width in zip(tables, (SHARED_ITEM, SHARED_ROW), strict=True)),
             numbers.host.data_ptr(), *(table.host.data_ptr() for table in tables),
-            *(each.data_ptr() for each in self._scratch),
+            *(row.data_ptr() for row in self._scratch),
         )  # fmt: skip
         self._sharing = no_sharing()
         self._sharing_call = _sharing_call(self._sharing)
@@ -100,8 +100,8 @@ class DecodeWriter:
         splits.num_programs, splits.min_split = split_bounds(rows.num_real, self._num_kv_heads, self._num_processors)
         positions, firsts, starts, num_real = rows
         pointers = positions.data_ptr(), firsts.data_ptr(), starts.data_ptr()
-        own = DecodeRowsCall(num_real, positions.numel(), *pointers)
-        has_room = kernels.write(ctypes.byref(own), ctypes.byref(self._sharing_call), ctypes.byref(call))
+        rows_call = DecodeRowsCall(num_real, positions.numel(), *pointers)
+        has_room = kernels.write(ctypes.byref(rows_call), ctypes.byref(self._sharing_call), ctypes.byref(call))
         assert has_room, f"there is more work than room for {self._most}"
         for table, entries in zip(self._buffers[1:], (sharing.items, sharing.item_members), strict=True):
             table.use(entries.numel())
@@ -136,7 +136,7 @@ def _sharing_call(sharing: DecodeSharing) -> DecodeSharingCall:
     """Return the compiled code's argument for shared tokens; it points into `sharing`, which must outlive it."""
     rows, ends, num_parts, items, item_rows, members, member_rows = sharing
     return DecodeSharingCall(
-        len(rows), *(each.data_ptr() for each in (rows, ends, num_parts)),
+        len(rows), *(tensor.data_ptr() for tensor in (rows, ends, num_parts)),
         len(items), items.data_ptr(), item_rows.data_ptr(),
         len(members), members.data_ptr(), member_rows.data_ptr(),
     )  # fmt: skip

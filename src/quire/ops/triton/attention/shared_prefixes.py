@@ -132,7 +132,7 @@ class FoundRanges(NamedTuple):
 def find_shared(candidates: Sequence[PrefixCandidate], block_ids: Tensor, rule: SharingRule) -> FoundRanges:
     """Find the ranges of tokens that are read once."""
     tables = _table_bytes(block_ids)
-    keys = [_unit_bytes(tables, each, rule) for each in candidates]
+    keys = [_unit_bytes(tables, candidate, rule) for candidate in candidates]
     deciding = [rule.least_tokens] * len(candidates)
     if rule.tile_rows < 2:  # no two rows are read together
         return FoundRanges([], deciding)
@@ -141,14 +141,14 @@ def find_shared(candidates: Sequence[PrefixCandidate], block_ids: Tensor, rule: 
     for idx, (candidate, key) in enumerate(zip(candidates, keys, strict=True)):
         if len(key) >= num_bytes and candidate.num_rows <= rule.tile_rows:
             by_beginning[key[:num_bytes]][idx] = key
-    found: list[SharedRange] = []
+    ranges: list[SharedRange] = []
     saved = 0
     for alike in by_beginning.values():
         if len(alike) > 1:
-            for each, bytes_saved in _ranges(alike, candidates, rule, deciding):
-                found.append(each)
+            for shared_range, bytes_saved in _ranges(alike, candidates, rule, deciding):
+                ranges.append(shared_range)
                 saved += bytes_saved
-    return FoundRanges(found if saved > rule.least_bytes else [], deciding)
+    return FoundRanges(ranges if saved > rule.least_bytes else [], deciding)
 
 
 def _table_bytes(block_ids: Tensor) -> memoryview:

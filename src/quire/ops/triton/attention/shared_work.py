@@ -90,14 +90,19 @@ class Sharing(NamedTuple):
     num_parts: Mapping[int, int]
 
     @classmethod
-    def of(cls, found: Sequence[SharedRange], rule: SharingRule, num_kv_heads: int, num_processors: int) -> Sharing:
+    def of(
+        cls, shared_ranges: Sequence[SharedRange], rule: SharingRule, num_kv_heads: int, num_processors: int
+    ) -> Sharing:
         """Cut shared ranges into splits, and divide their sequences among tiles."""
-        ranges = [TiledRange(list(_tiles(each.members, rule.tile_rows)), each.first, each.end) for each in found]
-        num_tokens = sum(len(each.tiles) * (each.end - each.first) for each in ranges)
+        ranges = [
+            TiledRange(list(_tiles(shared_range.members, rule.tile_rows)), shared_range.first, shared_range.end)
+            for shared_range in shared_ranges
+        ]
+        num_tokens = sum(len(tiled_range.tiles) * (tiled_range.end - tiled_range.first) for tiled_range in ranges)
         length = split_length(num_tokens, num_kv_heads, num_processors, rule.tile.tokens)
         ends: dict[int, int] = {}
         num_parts: dict[int, int] = {}
-        for members, first, end in found:
+        for members, first, end in shared_ranges:
             parts = -(-(end - first) // length)
             for member in members:
                 row = member.first_row
@@ -114,9 +119,9 @@ class Sharing(NamedTuple):
             for members in tiles:
                 first_row = len(rows)
                 for member in members:
-                    place = places[member.first_row] + num_before[member.first_row] * member.num_rows
+                    partial_idx = places[member.first_row] + num_before[member.first_row] * member.num_rows
                     rows.extend(
-                        SharedRow(member.first_row + idx, place + idx, member.num_rows)
+                        SharedRow(member.first_row + idx, partial_idx + idx, member.num_rows)
                         for idx in range(member.num_rows)
                     )
                 tiled.append((first_row, len(rows) - first_row, members[0].table))

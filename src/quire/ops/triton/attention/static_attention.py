@@ -91,11 +91,11 @@ class TritonStaticTokens:
     def share(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, stamps: Sequence[int]) -> bool:
         """Find shared tokens, for each number of query heads per KV head that layers have."""
         firsts = self._firsts(positions)
-        found = [
+        is_shared = [
             planned.decodes.find(positions, firsts, block_ids, block_starts, stamps)
             for planned in self._planned.values()
         ]
-        return any(found)
+        return any(is_shared)
 
     def write_tokens(
         self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int, shares: bool = False
@@ -104,8 +104,8 @@ class TritonStaticTokens:
         if self._kernels is None:
             self._rows = self._lay_by_torch(positions, block_ids, block_starts, num_rows)
         else:
-            num_real, given = positions.numel(), (positions.data_ptr(), block_ids.data_ptr(), block_starts.data_ptr())
-            self._kernels.lay(num_real, num_rows, *given, block_ids.numel() - 1, *self._lay_options)
+            num_real, args = positions.numel(), (positions.data_ptr(), block_ids.data_ptr(), block_starts.data_ptr())
+            self._kernels.lay(num_real, num_rows, *args, block_ids.numel() - 1, *self._lay_options)
             if num_rows not in self._columns:
                 self._columns[num_rows] = list(self._row_numbers[:, :num_rows])
             row_positions, firsts, starts = self._columns[num_rows]

@@ -129,9 +129,11 @@ def number_work(batch: AttentionBatch, cut: StepCut, kernels: StepWorkKernels | 
     """Cut a step into items."""
     if kernels is None:
         return StepNumbers.of(plan_work(batch, *cut))
-    starts, lens, tables = (array("q", each) for each in (batch.row_starts, batch.context_lens, batch.block_starts))
+    starts, lens, tables = (array("q", values) for values in (batch.row_starts, batch.context_lens, batch.block_starts))
     block_ids = host_block_ids(batch)
-    rows = StepRows(len(lens), *(each.buffer_info()[0] for each in (starts, lens, tables)), block_ids.data_ptr(), None)
+    rows = StepRows(
+        len(lens), *(values.buffer_info()[0] for values in (starts, lens, tables)), block_ids.data_ptr(), None
+    )
     how = _cut_call(cut, batch.window or 0, batch.chunk or 0)
     rule = None if cut.rule is None else sharing_call(cut.rule, cut.num_kv_heads, cut.num_processors)
     counts = StepCountsCall()
@@ -158,7 +160,7 @@ def _cut_call(cut: StepCut, window: int, chunk: int) -> StepCutCall:
     busy = busy_sequences(cut.num_kv_heads, cut.num_processors)
     return StepCutCall(
         *(cut.group, cut.decode.rows, cut.prefill.rows // cut.group, window, chunk, busy),
-        *(_splits(cut.decode, each, cut.num_kv_heads, cut.num_processors) for each in (0, busy)),
+        *(_splits(cut.decode, num_sequences, cut.num_kv_heads, cut.num_processors) for num_sequences in (0, busy)),
     )
 
 

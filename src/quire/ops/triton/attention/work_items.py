@@ -87,10 +87,10 @@ def plan_work(
     few = [span for span in spans if span.num_rows * group <= decode.rows]
     sharing = NOTHING_SHARED
     if rule is not None and len(few) > 1:
-        found = find_shared(list(_candidates(batch, few)), host_block_ids(batch), rule)
-        sharing = Sharing.of(found.ranges, rule, num_kv_heads, num_processors)
+        shared = find_shared(list(_candidates(batch, few)), host_block_ids(batch), rule)
+        sharing = Sharing.of(shared.ranges, rule, num_kv_heads, num_processors)
         few = [span._replace(first=sharing.ends.get(span.first_row, span.first)) for span in few]
-    num_tokens = sum(each.end - each.first for each in few)
+    num_tokens = sum(span.end - span.first for span in few)
     length = split_length(num_tokens, num_kv_heads, num_processors, decode.tokens, len(few))
     whole: list[WorkItem] = []
     parts: list[WorkItem] = []
@@ -103,8 +103,10 @@ def plan_work(
             continue
         starts = range(start, span.end, length)
         parts.extend(
-            span._replace(first=max(each, span.first), end=min(each + length, span.end), place=num_places + before)
-            for before, each in zip(count(num_shared * span.num_rows, span.num_rows), starts, strict=False)
+            span._replace(
+                first=max(part_start, span.first), end=min(part_start + length, span.end), place=num_places + before
+            )
+            for before, part_start in zip(count(num_shared * span.num_rows, span.num_rows), starts, strict=False)
         )
         split_rows.append(SplitRows(span.first_row, span.num_rows, num_places, num_shared + len(starts)))
         num_places += split_rows[-1].num_parts * span.num_rows

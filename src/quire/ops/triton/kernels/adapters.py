@@ -87,7 +87,7 @@ def lora_expand(
     places, is_row, rows = _rows_of_tile(tile, tile_firsts, tile_ends, row_ids, ROWS)
     padded_rank = tl.multiple_of((rank + PADDED - 1) // PADDED * PADDED, 16)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    known = columns < num_columns
+    is_column = columns < num_columns
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first_rank in range(0, rank, RANKS):
         ranks = first_rank + tl.arange(0, RANKS)
@@ -98,11 +98,11 @@ def lora_expand(
         for split in range(1, SPLITS):
             inner += tl.load(at + split * stride_part, mask=mask, other=0.0)
         factors = tl.load(matrix + columns.to(tl.int64)[:, None] * padded_rank + ranks[None, :],
-                          mask=known[:, None] & (ranks < padded_rank)[None, :], other=0.0)  # fmt: skip
+                          mask=is_column[:, None] & (ranks < padded_rank)[None, :], other=0.0)  # fmt: skip
         # The result of A is rounded to the dtype, as in the reference implementation.
         product = factor(rounded(as_stored(inner, dtype), dtype))
         total = tl.dot(product, tl.trans(factor(factors)), total, input_precision="ieee")
     where = output + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    mask = is_row[:, None] & known[None, :]
+    mask = is_row[:, None] & is_column[None, :]
     total += tl.load(where, mask=mask, other=0.0).to(tl.float32)
     tl.store(where, rounded(total, dtype), mask=mask)

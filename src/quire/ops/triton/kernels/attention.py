@@ -45,20 +45,20 @@ def _prefetch_tile(ids, token, keys, values, stride_block, HEAD_DIM: tl.constexp
 
 
 @triton.jit
-def _vectors(base, scale_base, starts, known, dims, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, STORED: tl.constexpr,
-             MASKED: tl.constexpr):  # fmt: skip
+def _vectors(base, scale_base, starts, is_token, dims, dtype: tl.constexpr, HEAD_DIM: tl.constexpr,
+             STORED: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Load the vectors [TOKENS, DIM] of the slots at offsets `starts` as operands of `tl.dot`, and their scales."""
     where = base + starts[:, None] + dims[None, :]
     full: tl.constexpr = dims.shape[0] == HEAD_DIM
     if MASKED:
-        vectors = tl.load(where, mask=known[:, None] & (dims < HEAD_DIM)[None, :], other=0)
+        vectors = tl.load(where, mask=is_token[:, None] & (dims < HEAD_DIM)[None, :], other=0)
     elif full:
         vectors = tl.load(where)
     else:
         vectors = tl.load(where, mask=(dims < HEAD_DIM)[None, :], other=0)
-    scales = known.to(tl.float32)
+    scales = is_token.to(tl.float32)
     if STORED == INT8:
-        scales = tl.load(scale_base + (starts + HEAD_DIM) // 4, mask=known, other=0.0)
+        scales = tl.load(scale_base + (starts + HEAD_DIM) // 4, mask=is_token, other=0.0)
     if STORED == FLOAT8:
         vectors = from_e4m3(vectors)
     if STORED == PLAIN:
@@ -82,10 +82,10 @@ def _sees(positions, tokens, window, chunk, end, WINDOW: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def _score(q, starts, known, dims, keys, key_scales, score_scale, soft_cap, HEAD_DIM: tl.constexpr,
+def _score(q, starts, is_token, dims, keys, key_scales, score_scale, soft_cap, HEAD_DIM: tl.constexpr,
            CAPPED: tl.constexpr, STORED: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
     """Return scores [ROWS, TOKENS] of the keys at `starts`; the softmax scale is applied only if CAPPED."""
-    k, scales = _vectors(keys, key_scales, starts, known, dims, dtype, HEAD_DIM, STORED, MASKED)
+    k, scales = _vectors(keys, key_scales, starts, is_token, dims, dtype, HEAD_DIM, STORED, MASKED)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if STORED == INT8:
         scores *= scales[None, :]
@@ -131,14 +131,14 @@ def attend_tile(
     """Add a tile of keys and values to the running softmax of each row."""
     tokens = token + tl.arange(0, TOKENS)
     dims = tl.arange(0, sums.shape[1])
-    known = (tokens >= first) & (tokens < end)
+    is_token = (tokens >= first) & (tokens < end)
     starts = ids.to(tl.int64) * stride_block + (tokens % BLOCK_SIZE) * WIDTH
-    scores = _score(q, starts, known, dims, keys, key_scales, score_scale, soft_cap, HEAD_DIM, CAPPED, STORED, MASKED,
-                    dtype)  # fmt: skip
+    scores = _score(q, starts, is_token, dims, keys, key_scales, score_scale, soft_cap, HEAD_DIM, CAPPED, STORED,
+                    MASKED, dtype)  # fmt: skip
     if MASKED:
         scores = tl.where(_sees(positions, tokens, window, chunk, end, WINDOW, CHUNK), scores, float("-inf"))
     weights, decay, new_peak, weight = _weigh(scores, peak, weight, score_scale, CAPPED)
-    v, scales = _vectors(values, value_scales, starts, known, dims, dtype, HEAD_DIM, STORED, MASKED)
+    v, scales = _vectors(values, value_scales, starts, is_token, dims, dtype, HEAD_DIM, STORED, MASKED)
     if STORED == INT8:
         weights *= scales[None, :]
     sums = tl.dot(factor(rounded(weights, dtype)), v, sums * decay[:, None], input_precision="ieee")
@@ -210,8 +210,8 @@ def _attend_pipelined(
         )  # fmt: skip
         ids = next_ids
     tokens = (end - 1) // TOKENS * TOKENS + tl.arange(0, TOKENS)
-    known = (tokens >= first) & (tokens < end)
-    return _add_values(sums, decay, weights, starts, known, dims, values, HEAD_DIM, True, dtype), peak, weight
+    is_token = (tokens >= first) & (tokens < end)
+    return _add_values(sums, decay, weights, starts, is_token, dims, values, HEAD_DIM, True, dtype), peak, weight
 
 
 @triton.jit
@@ -227,9 +227,9 @@ def _attend_behind(
     tokens = token + tl.arange(0, TOKENS)
     dims = tl.arange(0, sums.shape[1])
     next_starts = ids.to(tl.int64) * stride_block + (tokens % BLOCK_SIZE) * WIDTH
-    known, known_before = (tokens >= first) & (tokens < end), tokens - TOKENS >= first
-    scores = _score(q, next_starts, known, dims, keys, keys, score_scale, 0.0, HEAD_DIM, False, PLAIN, MASKED, dtype)
-    sums = _add_values(sums, decay, weights, starts, known_before, dims, values, HEAD_DIM, MASKED, dtype)
+    is_token, is_token_before = (tokens >= first) & (tokens < end), tokens - TOKENS >= first
+    scores = _score(q, next_starts, is_token, dims, keys, keys, score_scale, 0.0, HEAD_DIM, False, PLAIN, MASKED, dtype)
+    sums = _add_values(sums, decay, weights, starts, is_token_before, dims, values, HEAD_DIM, MASKED, dtype)
     if MASKED:
         scores = tl.where(_sees(positions, tokens, window, chunk, end, WINDOW, CHUNK), scores, float("-inf"))
     weights, decay, peak, weight = _weigh(scores, peak, weight, score_scale, False)
@@ -237,10 +237,10 @@ def _attend_behind(
 
 
 @triton.jit
-def _add_values(sums, decay, weights, starts, known, dims, values, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
+def _add_values(sums, decay, weights, starts, is_token, dims, values, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
                 dtype: tl.constexpr):  # fmt: skip
     """Add the values of a tile to the sums."""
-    v, _ = _vectors(values, values, starts, known, dims, dtype, HEAD_DIM, PLAIN, MASKED)
+    v, _ = _vectors(values, values, starts, is_token, dims, dtype, HEAD_DIM, PLAIN, MASKED)
     return tl.dot(factor(rounded(weights, dtype)), v, sums * decay[:, None], input_precision="ieee")
 
 
@@ -259,11 +259,11 @@ def partial_lanes(places, kv_head, lanes, NUM_KV: tl.constexpr, GROUP: tl.conste
 
 
 @triton.jit
-def store_part(partial_sums, partial_softmax, sums, peak, weight, lane, known, dims, DIM: tl.constexpr):
-    """Store the unnormalised sums [ROWS, DIM], and the peak and weight, of each `known` lane."""
-    tl.store(partial_sums + lane[:, None] * DIM + dims[None, :], sums, mask=known[:, None])
-    tl.store(partial_softmax + lane * 2, peak, mask=known)
-    tl.store(partial_softmax + lane * 2 + 1, weight, mask=known)
+def store_part(partial_sums, partial_softmax, sums, peak, weight, lane, is_row, dims, DIM: tl.constexpr):
+    """Store the unnormalised sums [ROWS, DIM], and the peak and weight, of each lane with a row."""
+    tl.store(partial_sums + lane[:, None] * DIM + dims[None, :], sums, mask=is_row[:, None])
+    tl.store(partial_softmax + lane * 2, peak, mask=is_row)
+    tl.store(partial_softmax + lane * 2 + 1, weight, mask=is_row)
 
 
 @triton.jit
@@ -300,7 +300,7 @@ def attend(
             return
     item, kv_head = items + tl.program_id(0) * ITEM, tl.program_id(1)
     first_row, num_rows, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-    table, first, end, place = tables + tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    table, first, end, partial_idx = tables + tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
     lanes, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
     rows, heads = lanes // GROUP, kv_head * GROUP + lanes % GROUP
     mask, at = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :], (first_row + rows).to(tl.int64)
@@ -339,8 +339,8 @@ def attend(
         )  # fmt: skip
 
     if COUNTED:
-        if place >= 0:
-            lane = partial_lanes(place + rows, kv_head, lanes, NUM_KV, GROUP)
+        if partial_idx >= 0:
+            lane = partial_lanes(partial_idx + rows, kv_head, lanes, NUM_KV, GROUP)
             store_part(partial_sums, partial_softmax, sums, peak, weight, lane, rows < num_rows, dims, DIM)
         else:
             _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_KV * GROUP, HEAD_DIM, SINKS)
@@ -369,7 +369,7 @@ def combine(
             return
     entry = split_rows + tl.program_id(0) * SPLIT_ROWS
     kv_head, group_head = tl.program_id(1), tl.program_id(2)
-    first_row, num_rows, place, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    first_row, num_rows, partial_idx, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     head = kv_head * GROUP + group_head
     dims = tl.arange(0, DIM)
     wait_for_previous(OVERLAPS)
@@ -379,11 +379,11 @@ def combine(
         weight = tl.zeros([1], tl.float32)
         for first in range(0, count, PARTS):
             parts = first + tl.arange(0, PARTS)
-            known = parts < count
-            lanes = partial_lanes(place + parts * num_rows + row, kv_head, group_head, NUM_KV, GROUP)
-            part_peaks = tl.load(partial_softmax + lanes * 2, mask=known, other=float("-inf"))
-            part_weights = tl.load(partial_softmax + lanes * 2 + 1, mask=known, other=0.0)
-            part_sums = tl.load(partial_sums + lanes[:, None] * DIM + dims[None, :], mask=known[:, None], other=0.0)
+            is_part = parts < count
+            lanes = partial_lanes(partial_idx + parts * num_rows + row, kv_head, group_head, NUM_KV, GROUP)
+            part_peaks = tl.load(partial_softmax + lanes * 2, mask=is_part, other=float("-inf"))
+            part_weights = tl.load(partial_softmax + lanes * 2 + 1, mask=is_part, other=0.0)
+            part_sums = tl.load(partial_sums + lanes[:, None] * DIM + dims[None, :], mask=is_part[:, None], other=0.0)
             new_peak = tl.maximum(peak, tl.max(part_peaks, 0))
             offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             decay, part_decays = tl.exp2(peak - offset), tl.exp2(part_peaks - offset)

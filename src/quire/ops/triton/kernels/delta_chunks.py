@@ -125,44 +125,44 @@ def correct_within_chunks(
         reach = tl.maximum(reach, tl.max(tl.abs(query), 1))
     units, inverses = _units(reach)
     is_first = head % SHARE == 0
-    own = (chunk * (HEADS // SHARE) + head // SHARE).to(tl.int64) * 4 * CHUNK * KEYS + lanes[:, None] * KEYS
+    pair_offsets = (chunk * (HEADS // SHARE) + head // SHARE).to(tl.int64) * 4 * CHUNK * KEYS + lanes[:, None] * KEYS
     asked = tl.zeros([CHUNK, CHUNK], tl.float32)
     # The padding of keys is stored too, as zeros, since whole tiles are loaded.
     for start in range(0, KEYS, PART):
         columns = start + tl.arange(0, PART)[None, :]
-        known = is_known & (columns < KEY_DIM)
-        query = tl.load(q + by_row * stride_q + group + columns, mask=known, other=0.0)
+        mask = is_known & (columns < KEY_DIM)
+        query = tl.load(q + by_row * stride_q + group + columns, mask=mask, other=0.0)
         high, low = _halves(query * inverses[:, None])
         if is_first:
-            tl.store(pairs + own + columns + 2 * CHUNK * KEYS, high)
-            tl.store(pairs + own + columns + 3 * CHUNK * KEYS, low)
-        key_high, key_low = _halves(tl.load(k + by_row * stride_k + group + columns, mask=known, other=0.0) * UNIT)
+            tl.store(pairs + pair_offsets + columns + 2 * CHUNK * KEYS, high)
+            tl.store(pairs + pair_offsets + columns + 3 * CHUNK * KEYS, low)
+        key_high, key_low = _halves(tl.load(k + by_row * stride_k + group + columns, mask=mask, other=0.0) * UNIT)
         asked += _product(high, low, tl.trans(key_high), tl.trans(key_low))
     logs = tl.load(g + at * stride_g + head, mask=is_row, other=0.0)
     rate = tl.load(beta + at * stride_beta + head, mask=is_row, other=0.0)
     between, from_start, to_end = decays_between(logs, CHUNK)
-    place = (chunk * HEADS + head).to(tl.int64) * CHUNK
-    square = squares + place * 4 * CHUNK + lanes[:, None] * CHUNK + lanes[None, :]
+    chunk_offset = (chunk * HEADS + head).to(tl.int64) * CHUNK
+    square = squares + chunk_offset * 4 * CHUNK + lanes[:, None] * CHUNK + lanes[None, :]
     poison = (logs + rate) * 0.0 + tl.where(to_end > 1.0, float("nan"), 0.0)
     poison += _store_halves(square + 2 * CHUNK * CHUNK, asked * between * (1.0 / UNIT), CHUNK * CHUNK)
     alike = tl.zeros([CHUNK, CHUNK], tl.float32)
     for start in range(0, KEYS, PART):
         columns = start + tl.arange(0, PART)[None, :]
-        known = is_known & (columns < KEY_DIM)
-        high, low = _halves(tl.load(k + by_row * stride_k + group + columns, mask=known, other=0.0) * UNIT)
+        mask = is_known & (columns < KEY_DIM)
+        high, low = _halves(tl.load(k + by_row * stride_k + group + columns, mask=mask, other=0.0) * UNIT)
         if is_first:
-            tl.store(pairs + own + columns, high)
-            tl.store(pairs + own + columns + CHUNK * KEYS, low)
+            tl.store(pairs + pair_offsets + columns, high)
+            tl.store(pairs + pair_offsets + columns + CHUNK * KEYS, low)
         alike += _product(high, low, tl.trans(high), tl.trans(low))
     below = tl.where(lanes[None, :] < lanes[:, None], alike * between * (rate * (1.0 / UNIT / UNIT))[:, None], 0.0)
     inverse = _inverse(below, CHUNK, LEVELS) * rate[None, :]
     poison += _store_halves(square, inverse * UNIT, CHUNK * CHUNK)
     for start in range(0, VALUE_DIM, PART):
         columns = start + tl.arange(0, PART)[None, :]
-        known = is_known & (columns < VALUE_DIM)
-        value = tl.load(v + by_row * stride_v + head * VALUE_DIM + columns, mask=known, other=0.0)
+        mask = is_known & (columns < VALUE_DIM)
+        value = tl.load(v + by_row * stride_v + head * VALUE_DIM + columns, mask=mask, other=0.0)
         poison += tl.sum(value.to(tl.float32) * 0.0, 1)
-    left = decays + place * 3 + lanes
+    left = decays + chunk_offset * 3 + lanes
     tl.store(left, from_start)
     tl.store(left + CHUNK, to_end)
     tl.store(left + 2 * CHUNK, units)
@@ -195,25 +195,25 @@ def correct_across_chunks(
     square_lanes = lanes[:, None] * CHUNK + lanes[None, :]
     for index in range(num_chunks):
         at = (first + index * CHUNK).to(tl.int64) + lanes
-        known = (at < end)[:, None] & (columns < VALUE_DIM)
-        place = ((chunk + index) * HEADS + head).to(tl.int64) * CHUNK
-        left = decays + place * 3
+        valid = (at < end)[:, None] & (columns < VALUE_DIM)
+        chunk_offset = ((chunk + index) * HEADS + head).to(tl.int64) * CHUNK
+        left = decays + chunk_offset * 3
         from_start, through = tl.load(left + lanes)[:, None], tl.load(left + CHUNK - 1)
         pair = pairs + ((chunk + index) * (HEADS // SHARE) + head // SHARE).to(tl.int64) * 4 * CHUNK * KEYS + row_lanes
-        square = squares + place * 4 * CHUNK + square_lanes
+        square = squares + chunk_offset * 4 * CHUNK + square_lanes
         key_high, key_low = tl.load(pair), tl.load(pair + CHUNK * KEYS)
         state_high, state_low, state_units = _column_halves(state)
         expected = _product(key_high, key_low, state_high, state_low) * (state_units * (1.0 / UNIT))
         query_high, query_low = tl.load(pair + 2 * CHUNK * KEYS), tl.load(pair + 3 * CHUNK * KEYS)
-        found = _product(query_high, query_low, state_high, state_low) * state_units * from_start
-        value = tl.load(v + at[:, None] * stride_v + head * VALUE_DIM + columns, mask=known, other=0.0).to(tl.float32)
+        row_outputs = _product(query_high, query_low, state_high, state_low) * state_units * from_start
+        value = tl.load(v + at[:, None] * stride_v + head * VALUE_DIM + columns, mask=valid, other=0.0).to(tl.float32)
         high, low, error_units = _column_halves(value - expected * from_start)
         change = _product(tl.load(square), tl.load(square + CHUNK * CHUNK), high, low) * (error_units * (1.0 / UNIT))
         high, low, change_units = _column_halves(change)
         square += 2 * CHUNK * CHUNK
-        found += _product(tl.load(square), tl.load(square + CHUNK * CHUNK), high, low) * change_units
+        row_outputs += _product(tl.load(square), tl.load(square + CHUNK * CHUNK), high, low) * change_units
         units = tl.load(left + 2 * CHUNK + lanes)[:, None]
-        tl.store(output + (at[:, None] * HEADS + head) * VALUE_DIM + columns, found * units, mask=known)
+        tl.store(output + (at[:, None] * HEADS + head) * VALUE_DIM + columns, row_outputs * units, mask=valid)
         high, low, change_units = _column_halves(change * tl.load(left + CHUNK + lanes)[:, None])
         written = _product(tl.trans(key_high), tl.trans(key_low), high, low)
         state = state * through + written * (change_units * (1.0 / UNIT))

@@ -38,7 +38,7 @@ def multiply_by_expert(
     pointer: tl.constexpr = tl.pointer_type(dtype)
     rows, is_row, sources = rows_of_tile(tile, tile_rows, tile_ends, row_ids, GATHER, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    known = columns < num_columns
+    is_column = columns < num_columns
     scales = is_row.to(tl.float32)
     if SCALE_INPUT or SCALE_OUTPUT:
         scales = tl.load(row_scales + rows, mask=is_row, other=0.0)
@@ -53,12 +53,12 @@ def multiply_by_expert(
         if SCALE_INPUT:
             values = rounded(values.to(tl.float32) * as_stored(scales, dtype)[:, None], dtype)
         where = weight + columns.to(tl.int64)[:, None] * width + inputs[None, :]
-        factors = tl.load(where, mask=known[:, None] & is_input, other=0.0)
+        factors = tl.load(where, mask=is_column[:, None] & is_input, other=0.0)
         total = tl.dot(factor(values), tl.trans(factor(factors)), total, input_precision="ieee")
     if BIAS:
         bias = tl.load(biases + expert).to(pointer)
-        total += tl.load(bias + columns, mask=known, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if SCALE_OUTPUT:
         total = as_stored(total, dtype) * scales[:, None]
     where = output + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    tl.store(where, rounded(total, output.dtype.element_ty), mask=is_row[:, None] & known[None, :])
+    tl.store(where, rounded(total, output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

@@ -83,13 +83,13 @@ def _list_few(entries, tiles, logits, bound, peak, temperature, top_k, count, vo
         at = start + tl.arange(0, BLOCK)
         tile = tl.load(tiles + at // TILE, mask=at < count * TILE, other=0)
         columns = tile * TILE + at % TILE
-        known = (at < count * TILE) & (columns < vocab_size)
-        keys = _keys(tl.load(logits + columns, mask=known, other=float("-inf")), peak, temperature)
-        is_tie = known & (keys == bound)
+        is_token = (at < count * TILE) & (columns < vocab_size)
+        keys = _keys(tl.load(logits + columns, mask=is_token, other=float("-inf")), peak, temperature)
+        is_tie = is_token & (keys == bound)
         rank = ties + tl.cumsum(is_tie.to(tl.int32), 0)
-        kept = (known & (keys < bound)) | (is_tie & (rank <= top_k))
-        place = listed + tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(entries + place, (keys.to(tl.int64) << 32) | columns.to(tl.int64), mask=kept)
+        kept = (is_token & (keys < bound)) | (is_tie & (rank <= top_k))
+        entry_idxs = listed + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(entries + entry_idxs, (keys.to(tl.int64) << 32) | columns.to(tl.int64), mask=kept)
         listed += tl.sum(kept.to(tl.int32), 0)
         ties += tl.sum(is_tie.to(tl.int32), 0)
     return listed
@@ -100,20 +100,20 @@ def _cut_few(first, entries, listed, bound, top_k, BLOCK: tl.constexpr):
     """Store the `top_k` smallest entries; return their number."""
     lanes = tl.arange(0, BLOCK)
     # The first entries, usually all, stay in registers.
-    held = tl.load(entries + lanes, mask=lanes < listed, other=LAST_ENTRY)
+    first_entries = tl.load(entries + lanes, mask=lanes < listed, other=LAST_ENTRY)
     low, high = tl.full([], 0, tl.int64), ((bound.to(tl.int64) + 1) << 32) - 1
     while low < high:
         middle = low + ((high - low) >> 1)
-        count = tl.sum((held <= middle).to(tl.int32), 0)
+        count = tl.sum((first_entries <= middle).to(tl.int32), 0)
         for start in range(BLOCK, listed, BLOCK):
-            own = tl.load(entries + start + lanes, mask=start + lanes < listed, other=LAST_ENTRY)
-            count += tl.sum((own <= middle).to(tl.int32), 0)
+            part = tl.load(entries + start + lanes, mask=start + lanes < listed, other=LAST_ENTRY)
+            count += tl.sum((part <= middle).to(tl.int32), 0)
         low, high = tl.where(count >= top_k, low, middle + 1), tl.where(count >= top_k, middle, high)
     stored = tl.full([], 0, tl.int32)
     for start in range(0, listed, BLOCK):
-        own = tl.load(entries + start + lanes, mask=start + lanes < listed, other=LAST_ENTRY)
-        kept = own <= low
-        tl.store(first + stored + tl.cumsum(kept.to(tl.int32), 0) - 1, own, mask=kept)
+        part = tl.load(entries + start + lanes, mask=start + lanes < listed, other=LAST_ENTRY)
+        kept = part <= low
+        tl.store(first + stored + tl.cumsum(kept.to(tl.int32), 0) - 1, part, mask=kept)
         stored += tl.sum(kept.to(tl.int32), 0)
     return stored
 
@@ -121,12 +121,12 @@ def _cut_few(first, entries, listed, bound, top_k, BLOCK: tl.constexpr):
 # The alignment of parameter tensors and the capacity differ from step to step: they must not cause recompilation.
 @kernel(do_not_specialize=["capacity"], do_not_specialize_on_alignment=PARAMETERS)
 def draw_few(
-    found, entries, firsts, tiles, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, seeds, sample_idxs,
+    output, entries, firsts, tiles, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, seeds, sample_idxs,
     positions, vocab_size, num_tiles, capacity, SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sample the token of a row from its `top_k` likeliest ones, at most FEW, after top_p and min_p."""
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + place)
+    row_idx = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + row_idx)
     own_peaks = load_peaks(peaks, row, num_tiles, PEAKS)
     peak = tl.max(own_peaks, 0)
     if is_finite(peak):
@@ -135,33 +135,33 @@ def draw_few(
         keys = tl.where(numbers < num_tiles, _keys(own_peaks, peak, temperature), LAST_KEY)
         bound = _peak_bound(keys, top_k)
         near = (keys <= bound) & (numbers < num_tiles)
-        tiles += place * num_tiles
+        tiles += row_idx * num_tiles
         tl.store(tiles + tl.cumsum(near.to(tl.int32), 0) - 1, numbers, mask=near)
         tl.debug_barrier()
-        entries += place * capacity
+        entries += row_idx * capacity
         count = tl.sum(near.to(tl.int32), 0)
         row_logits = logits + row * vocab_size
         listed = _list_few(entries, tiles, row_logits, bound, peak, temperature, top_k, count, vocab_size, BLOCK)
         tl.debug_barrier()
-        firsts += place * FEW
+        firsts += row_idx * FEW
         stored = _cut_few(firsts, entries, listed, bound, top_k, 1024)
         tl.debug_barrier()
         lanes = tl.arange(0, FEW)
-        own = tl.load(firsts + lanes, mask=lanes < stored, other=LAST_ENTRY)
+        lane_entries = tl.load(firsts + lanes, mask=lanes < stored, other=LAST_ENTRY)
         min_p = tl.load(min_ps + row)
-        weights = tl.where(own == LAST_ENTRY, 0, _weights((own >> 32).to(tl.int32), min_p, SCALE))
+        weights = tl.where(lane_entries == LAST_ENTRY, 0, _weights((lane_entries >> 32).to(tl.int32), min_p, SCALE))
         reached = tl.zeros([FEW], tl.int64)
         for start in range(0, stored, 16):
             others = start + tl.arange(0, 16)
             other = tl.load(firsts + others, mask=others < stored, other=LAST_ENTRY)
             added = tl.where(other == LAST_ENTRY, 0, _weights((other >> 32).to(tl.int32), min_p, SCALE))
-            reached += tl.sum(tl.where(other[None, :] <= own[:, None], added[None, :], 0), 1)
+            reached += tl.sum(tl.where(other[None, :] <= lane_entries[:, None], added[None, :], 0), 1)
         goal = _nucleus(tl.load(top_ps + row), tl.sum(weights, 0))
         total = tl.min(tl.where(reached >= goal, reached, LAST_ENTRY), 0)
         target = uniform_share(seeds, sample_idxs, positions, row, total)
         at = tl.min(tl.where(reached > target, reached, LAST_ENTRY), 0)
-        entry = tl.min(tl.where((reached == at) & (lanes < stored), own, LAST_ENTRY), 0)
-        tl.store(found + row, entry & 0xFFFFFFFF)
+        entry = tl.min(tl.where((reached == at) & (lanes < stored), lane_entries, LAST_ENTRY), 0)
+        tl.store(output + row, entry & 0xFFFFFFFF)
 
 
 @kernel(do_not_specialize_on_alignment=PARAMETERS[:4])
@@ -173,8 +173,8 @@ def fill_bins(
 
     Tokens far from the peak, which together weigh less than 1 - top_p, are added to the totals only.
     """
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + place)
+    row_idx = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + row_idx)
     peak = tl.max(load_peaks(peaks, row, num_tiles, PEAKS), 0)
     if is_finite(peak):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -182,19 +182,19 @@ def fill_bins(
         keys = _keys(values, peak, tl.load(temperatures + row))
         weights = _weights(keys, tl.load(min_ps + row), SCALE)
         kept = weights > 0
-        state = states + place * STATE
+        state = states + row_idx * STATE
         tl.atomic_add(state + 6, tl.sum(weights, 0), sem="relaxed")
         # V tokens at distances beyond log(V / (1 - top_p)) weigh less than 1 - top_p together. Two more for rounding.
-        rest = (1.0 - tl.load(top_ps + row)).to(tl.float32)
-        reach = tl.where(rest > 0.0, tl.log(vocab_size / tl.maximum(rest, 1e-30)) + 2.0, float("inf"))
+        tail_share = (1.0 - tl.load(top_ps + row)).to(tl.float32)
+        reach = tl.where(tail_share > 0.0, tl.log(vocab_size / tl.maximum(tail_share, 1e-30)) + 2.0, float("inf"))
         if COUNTS:
             tl.atomic_add(state + 7, tl.sum(kept.to(tl.int64), 0), sem="relaxed")
             reach = tl.where(tl.load(top_ks + row) < vocab_size, float("inf"), reach)
         binned = kept & (keys.to(tl.float32, bitcast=True) <= reach)
-        own = bins + place * (BINS * (1 + COUNTS)) + _bins(keys)
-        tl.atomic_add(own, weights, mask=binned, sem="relaxed")
+        token_bins = bins + row_idx * (BINS * (1 + COUNTS)) + _bins(keys)
+        tl.atomic_add(token_bins, weights, mask=binned, sem="relaxed")
         if COUNTS:
-            tl.atomic_add(own + BINS, tl.full([BLOCK], 1, tl.int64), mask=binned, sem="relaxed")
+            tl.atomic_add(token_bins + BINS, tl.full([BLOCK], 1, tl.int64), mask=binned, sem="relaxed")
 
 
 @kernel(do_not_specialize_on_alignment=["temperatures", "min_ps"])
@@ -203,11 +203,11 @@ def list_bin(
     SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """List the tokens of a segment of a row that are in its bin; beyond the capacity they are only counted."""
-    place = tl.program_id(0).to(tl.int64)
-    state = states + place * STATE
+    row_idx = tl.program_id(0).to(tl.int64)
+    state = states + row_idx * STATE
     wanted = tl.load(state + 1).to(tl.int32)
     if wanted >= 0:
-        row = tl.load(rows + place)
+        row = tl.load(rows + row_idx)
         peak = tl.max(load_peaks(peaks, row, num_tiles, PEAKS), 0)
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(logits + row * vocab_size + columns, mask=columns < vocab_size, other=float("-inf"))
@@ -218,7 +218,7 @@ def list_bin(
             first = tl.atomic_add(state + 4, count, sem="relaxed")
             at = first + tl.cumsum(kept.to(tl.int64), 0) - 1
             packed = (keys.to(tl.int64) << 32) | columns.to(tl.int64)
-            tl.store(entries + place * capacity + at, packed, mask=kept & (at < capacity))
+            tl.store(entries + row_idx * capacity + at, packed, mask=kept & (at < capacity))
 
 
 @triton.jit
@@ -234,15 +234,15 @@ def _bin_tokens(entries, logits, start, listed, width, peak, temperature, min_p,
 
 
 @triton.jit
-def _least_number(missing, each, most):
-    """Return ceil(missing / each), from 1 to `most`, by bisection.
+def _least_number(missing, unit, most):
+    """Return ceil(missing / unit), from 1 to `most`, by bisection.
 
     A 64-bit division compiles to a function call, which makes the program spill registers.
     """
     low, high = tl.full([], 1, tl.int64), tl.full([], 0, tl.int64) + most
     while low < high:
         middle = low + ((high - low) >> 1)
-        reached = middle * each >= missing
+        reached = middle * unit >= missing
         low, high = tl.where(reached, low, middle + 1), tl.where(reached, middle, high)
     return low
 
@@ -262,7 +262,7 @@ def _nth_of_row(logits, key, number, vocab_size, peak, temperature, BLOCK: tl.co
 
 
 @triton.jit
-def _settle(found, state, entries, logits, row, stage, peak, temperature, min_p, vocab_size, capacity,
+def _settle(output, state, entries, logits, row, stage, peak, temperature, min_p, vocab_size, capacity,
             SCALE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Find the key at which the goal is reached among the tokens of the bin; return the weight up to there.
 
@@ -310,8 +310,8 @@ def _settle(found, state, entries, logits, row, stage, peak, temperature, min_p,
         first_id = tl.minimum(first_id, tl.min(tl.where(is_tie, more_ids, vocab_size - 1), 0))
         last_id = tl.maximum(last_id, tl.max(tl.where(is_tie, more_ids, 0), 0))
     # All tokens with this key have the same weight: `number` of them are needed to reach the goal.
-    each = tl.maximum(_weights(low, min_p, SCALE), 1)
-    number = _least_number(goal - count, tl.where(stage == COUNT, 1, each), vocab_size)
+    token_weight = tl.maximum(_weights(low, min_p, SCALE), 1)
+    number = _least_number(goal - count, tl.where(stage == COUNT, 1, token_weight), vocab_size)
     if stage == POINT:
         if width > 0:
             # Columns of the row are in the order of ids: no bisection is needed.
@@ -327,32 +327,32 @@ def _settle(found, state, entries, logits, row, stage, peak, temperature, min_p,
                 reached += tl.sum(((more == low) & (more_ids <= middle) & (added > 0)).to(tl.int64), 0)
             first_id = tl.where(reached >= number, first_id, middle + 1)
             last_id = tl.where(reached >= number, middle, last_id)
-        tl.store(found + row, first_id.to(tl.int64))
-    return tl.load(state + 5) + weight + number * each
+        tl.store(output + row, first_id.to(tl.int64))
+    return tl.load(state + 5) + weight + number * token_weight
 
 
 @triton.jit
-def _bin_of(own, goal):
+def _bin_of(bins, goal):
     """Return the bin in which the cumulative sum reaches a goal, and the sum before it, in two levels of BIN_ROWS."""
     places = tl.arange(0, BIN_ROWS)
-    rows = tl.sum(tl.load(own + places[:, None] * BIN_ROWS + places[None, :]), 1)
+    rows = tl.sum(tl.load(bins + places[:, None] * BIN_ROWS + places[None, :]), 1)
     row = tl.minimum(tl.sum((tl.cumsum(rows, 0) < goal).to(tl.int32), 0), BIN_ROWS - 1)
     before = tl.sum(tl.where(places < row, rows, 0), 0)
-    inner = tl.load(own + row * BIN_ROWS + places)
-    place = tl.sum((before + tl.cumsum(inner, 0) < goal).to(tl.int32), 0)
-    return row * BIN_ROWS + place, before + tl.sum(tl.where(places < place, inner, 0), 0)
+    inner = tl.load(bins + row * BIN_ROWS + places)
+    column = tl.sum((before + tl.cumsum(inner, 0) < goal).to(tl.int32), 0)
+    return row * BIN_ROWS + column, before + tl.sum(tl.where(places < column, inner, 0), 0)
 
 
 @kernel(do_not_specialize_on_alignment=PARAMETERS)
 def advance(
-    found, entries, bins, states, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, seeds, sample_idxs,
+    output, entries, bins, states, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, seeds, sample_idxs,
     positions, vocab_size, num_tiles, capacity, SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
     STARTS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """End a stage of a row, and find the bin of the next one; STARTS: the next one is the first."""
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + place)
-    state = states + place * STATE
+    row_idx = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + row_idx)
+    state = states + row_idx * STATE
     peak = tl.max(load_peaks(peaks, row, num_tiles, PEAKS), 0)
     stage = tl.full([], DONE, tl.int32)
     goal, total = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
@@ -366,7 +366,7 @@ def advance(
         stage = tl.load(state).to(tl.int32)
         if stage < DONE:
             total = _settle(
-                found, state, entries + place * capacity, logits + row * vocab_size, row, stage, peak,
+                output, state, entries + row_idx * capacity, logits + row * vocab_size, row, stage, peak,
                 tl.load(temperatures + row), tl.load(min_ps + row), vocab_size, capacity, SCALE, BLOCK,
             )  # fmt: skip
             stage += 1
@@ -377,13 +377,13 @@ def advance(
         goal = tl.where(stage == NUCLEUS, _nucleus(top_p, total), goal)
         point = uniform_share(seeds, sample_idxs, positions, row, total)
         goal = tl.where(stage == POINT, point + 1, goal)
-        own = bins + place * (BINS * (1 + COUNTS))
+        row_bins = bins + row_idx * (BINS * (1 + COUNTS))
         if COUNTS:
-            wanted, before = _bin_of(own + tl.where(stage == COUNT, BINS, 0), goal)
+            wanted, before = _bin_of(row_bins + tl.where(stage == COUNT, BINS, 0), goal)
             numbers = tl.arange(0, BINS)
-            weight_before = tl.sum(tl.load(own + numbers, mask=numbers < wanted, other=0), 0)
+            weight_before = tl.sum(tl.load(row_bins + numbers, mask=numbers < wanted, other=0), 0)
         else:
-            wanted, before = _bin_of(own, goal)
+            wanted, before = _bin_of(row_bins, goal)
             weight_before = before
     # All threads must have read the state before it is overwritten.
     tl.debug_barrier()

@@ -33,9 +33,9 @@ def _store(vectors, base, scale_base, starts, dims, mask, HEAD_DIM: tl.constexpr
     elif STORED == FLOAT8:
         tl.store(where, to_e4m3(vectors), mask=mask)
     else:
-        known = tl.where(mask, vectors, 0.0)
-        scales = int8_scales(known)
-        tl.store(where, to_int8(known, scales), mask=mask)
+        masked = tl.where(mask, vectors, 0.0)
+        scales = int8_scales(masked)
+        tl.store(where, to_int8(masked, scales), mask=mask)
         tl.store(scale_base + (starts + HEAD_DIM) // 4, scales, mask=tl.max(mask.to(tl.int32), 1) > 0)
 
 

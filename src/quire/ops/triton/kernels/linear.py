@@ -38,10 +38,10 @@ def round_rows(output, scales, x, width, num_groups, stride_row, GROUP: tl.const
     inverse = tl.where(usable, tl.div_rn(127.0, tl.where(usable, largest, 1.0)), 0.0)
     numbers = tl.where(values == values, values, 0.0) * inverse[:, None]
     numbers = tl.where(usable[:, None], whole(tl.where(tl.abs(numbers) < 256.0, numbers, 0.0)), 0.0)
-    known = groups < num_groups
-    tl.store(output + row * num_groups * GROUP + inputs, numbers.to(tl.float16), mask=known[:, None])
+    is_group = groups < num_groups
+    tl.store(output + row * num_groups * GROUP + inputs, numbers.to(tl.float16), mask=is_group[:, None])
     own_scales = tl.where(largest < SMALLEST, 0.0, tl.div_rn(largest, 127.0)) + poison
-    tl.store(scales + row * num_groups + groups, own_scales, mask=known)
+    tl.store(scales + row * num_groups + groups, own_scales, mask=is_group)
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _levels(codes, table, zeros, OFFSET: tl.constexpr, TABLE: tl.constexpr, ZERO
 
 @triton.jit
 def _add_group(
-    total, x, row_scales, is_row, codes, group, scales, mins, zeros, table, columns, known, num_columns,
+    total, x, row_scales, is_row, codes, group, scales, mins, zeros, table, columns, is_column, num_columns,
     OFFSET: tl.constexpr, TABLE: tl.constexpr, MINS: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
@@ -73,24 +73,24 @@ def _add_group(
     at = group * num_columns + columns
     zero = at
     if ZEROS:
-        zero = tl.load(zeros + at, mask=known, other=0)
+        zero = tl.load(zeros + at, mask=is_column, other=0)
     levels = _levels(codes, table, zero, OFFSET, TABLE, ZEROS, FLOAT8, dtype)
     products = tl.dot(x, levels, input_precision="ieee")
-    factors = tl.load(scales + at, mask=known, other=0.0).to(tl.float32)[None, :]
+    factors = tl.load(scales + at, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if not FLOAT8:
         own_scales = tl.load(row_scales + group, mask=is_row, other=0.0)
         factors = factors * own_scales[:, None]
     total += products * factors
     if MINS:
         sums = tl.sum(x.to(tl.float32), 1) * own_scales
-        total -= sums[:, None] * tl.load(mins + at, mask=known, other=0.0).to(tl.float32)[None, :]
+        total -= sums[:, None] * tl.load(mins + at, mask=is_column, other=0.0).to(tl.float32)[None, :]
     return total
 
 
 @triton.jit
 def add_groups(
-    total, x, row_scales, sources, is_row, codes, scales, mins, zeros, table, columns, known, num_columns, stride_row,
-    first, num_steps, GROUP: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
+    total, x, row_scales, sources, is_row, codes, scales, mins, zeros, table, columns, is_column, num_columns,
+    stride_row, first, num_steps, GROUP: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
     MINS: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the matmul of rows `sources` of `x` and some columns over `num_steps` groups, or pairs of groups."""
@@ -98,21 +98,21 @@ def add_groups(
     dtype: tl.constexpr = x.dtype.element_ty
     row_scales += sources.to(tl.int64) * (stride_row // GROUP)
     for step in range(num_steps):
-        place = first + step
-        where = (place * GROUP + inputs)[:, None].to(tl.int64) * num_columns + columns[None, :]
-        packed = tl.load(codes + where, mask=known[None, :], other=0)
-        group = place * 2 if PAIRED else place
+        step_idx = first + step
+        where = (step_idx * GROUP + inputs)[:, None].to(tl.int64) * num_columns + columns[None, :]
+        packed = tl.load(codes + where, mask=is_column[None, :], other=0)
+        group = step_idx * 2 if PAIRED else step_idx
         at = sources.to(tl.int64)[:, None] * stride_row + group * GROUP + inputs[None, :]
         low = factor(tl.load(x + at, mask=is_row[:, None], other=0.0))
         if PAIRED:
             total = _add_group(total, low, row_scales, is_row, packed & 15, group, scales, mins, zeros, table, columns,
-                               known, num_columns, OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
+                               is_column, num_columns, OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
             high = factor(tl.load(x + at + GROUP, mask=is_row[:, None], other=0.0))
             total = _add_group(total, high, row_scales, is_row, packed >> 4, group + 1, scales, mins, zeros, table,
-                               columns, known, num_columns, OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
+                               columns, is_column, num_columns, OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
         else:
             total = _add_group(total, low, row_scales, is_row, packed, group, scales, mins, zeros, table, columns,
-                               known, num_columns, OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
+                               is_column, num_columns, OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
     return total
 
 
@@ -127,12 +127,12 @@ def multiply(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(2).to(tl.int64)
-    is_row, known = rows < num_rows, columns < num_columns
+    is_row, is_column = rows < num_rows, columns < num_columns
     total = add_groups(tl.zeros([ROWS, COLUMNS], tl.float32), x, row_scales, rows, is_row, codes, scales, mins, zeros,
-                       table, columns, known, num_columns, stride_row, part * num_steps, num_steps, GROUP, PAIRED,
+                       table, columns, is_column, num_columns, stride_row, part * num_steps, num_steps, GROUP, PAIRED,
                        OFFSET, TABLE, MINS, ZEROS, FLOAT8)  # fmt: skip
     at = part * stride_part + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    tl.store(output + at, total, mask=is_row[:, None] & known[None, :])
+    tl.store(output + at, total, mask=is_row[:, None] & is_column[None, :])
 
 
 @kernel(do_not_specialize=["num_parts"])

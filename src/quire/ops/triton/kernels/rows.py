@@ -90,8 +90,8 @@ def apply_token_bitmask(logits, rows, masks, vocab_size, num_words, COLUMNS: tl.
     """Set the logits of forbidden tokens to -inf, for COLUMNS tokens of one row."""
     entry = tl.program_id(0)
     tokens = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    known = tokens < vocab_size
-    words = tl.load(masks + entry.to(tl.int64) * num_words + tokens // 32, mask=known, other=0)
+    is_token = tokens < vocab_size
+    words = tl.load(masks + entry.to(tl.int64) * num_words + tokens // 32, mask=is_token, other=0)
     is_allowed = ((words >> (tokens % 32)) & 1) == 1
     row = tl.load(rows + entry).to(tl.int64)
-    tl.store(logits + row * vocab_size + tokens, float("-inf"), mask=known & (is_allowed == 0))
+    tl.store(logits + row * vocab_size + tokens, float("-inf"), mask=is_token & (is_allowed == 0))

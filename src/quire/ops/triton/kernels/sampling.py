@@ -34,10 +34,10 @@ def find_peaks(peaks, places, logits, vocab_size, num_tiles, TILES: tl.constexpr
     values = tl.load(logits + row * vocab_size + columns, mask=columns < vocab_size, other=float("-inf"))
     values = tl.where(values == values, values, float("inf"))
     peak = tl.max(values, 1)
-    place = tl.min(tl.where(values == peak[:, None], columns, vocab_size - 1), 1)
-    known = tiles < num_tiles
-    tl.store(peaks + row * num_tiles + tiles, peak, mask=known)
-    tl.store(places + row * num_tiles + tiles, place, mask=known)
+    column = tl.min(tl.where(values == peak[:, None], columns, vocab_size - 1), 1)
+    is_tile = tiles < num_tiles
+    tl.store(peaks + row * num_tiles + tiles, peak, mask=is_tile)
+    tl.store(places + row * num_tiles + tiles, column, mask=is_tile)
 
 
 @triton.jit
@@ -103,11 +103,11 @@ def _drawn_from_all(sums, logits, peak, temperature, seeds, sample_idxs, positio
                     SCALE: tl.constexpr, PEAKS: tl.constexpr):  # fmt: skip
     """Return the first column at which the cumulative weight exceeds the row's share of the total."""
     tiles = tl.arange(0, PEAKS)
-    known = tiles < num_tiles
-    own = tl.load(sums + row * num_tiles + tiles, mask=known, other=0)
-    target = uniform_share(seeds, sample_idxs, positions, row, tl.sum(own, 0))
-    tile = tl.sum(((tl.cumsum(own, 0) <= target) & known).to(tl.int32), 0)
-    before = tl.sum(tl.where(tiles < tile, own, 0), 0)
+    is_tile = tiles < num_tiles
+    tile_sums = tl.load(sums + row * num_tiles + tiles, mask=is_tile, other=0)
+    target = uniform_share(seeds, sample_idxs, positions, row, tl.sum(tile_sums, 0))
+    tile = tl.sum(((tl.cumsum(tile_sums, 0) <= target) & is_tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(tiles < tile, tile_sums, 0), 0)
     columns = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + row * vocab_size + columns, mask=columns < vocab_size, other=float("-inf"))
     weights = counted(tl.exp(-distances(values, peak, temperature)), SCALE)
@@ -117,7 +117,7 @@ def _drawn_from_all(sums, logits, peak, temperature, seeds, sample_idxs, positio
 # The number of rows and the alignment of their parameters differ from step to step: they must not cause recompilation.
 @kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["temperatures", "seeds", "sample_idxs"])
 def choose(
-    found, peaks, places, sums, logits, kinds, temperatures, seeds, sample_idxs, positions, before, vocab_size,
+    output, peaks, places, sums, logits, kinds, temperatures, seeds, sample_idxs, positions, before, vocab_size,
     num_tiles, num_rows, SCALE: tl.constexpr, PEAKS: tl.constexpr, DRAWS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """Store the state of each row, and its token if it is greedy, sampled from all tokens, or not FINE (then 0).
@@ -125,22 +125,22 @@ def choose(
     Without DRAWS all rows are greedy. With CHECKED, `before` has the states before requests changed the logits.
     """
     row = tl.program_id(0).to(tl.int64)
-    own = load_peaks(peaks, row, num_tiles, PEAKS)
-    peak = tl.max(own, 0)
+    row_peaks = load_peaks(peaks, row, num_tiles, PEAKS)
+    peak = tl.max(row_peaks, 0)
     state = tl.where(is_finite(peak), FINE, BROKEN)
     if CHECKED:
         state = tl.where(peak == float("-inf"), NOTHING_LEFT, state)
         earlier = tl.load(before + row).to(tl.int32)
         state = tl.where(earlier == FINE, state, earlier)
-    tl.store(found + num_rows + row, state.to(tl.int64))
+    tl.store(output + num_rows + row, state.to(tl.int64))
     kind = GREEDY
     if DRAWS:
         kind = tl.load(kinds + row)
     if is_finite(peak):
         if kind == GREEDY:
             tiles = tl.arange(0, PEAKS)
-            tile = tl.min(tl.where(own == peak, tiles, PEAKS), 0)
-            tl.store(found + row, tl.load(places + row * num_tiles + tile).to(tl.int64))
+            tile = tl.min(tl.where(row_peaks == peak, tiles, PEAKS), 0)
+            tl.store(output + row, tl.load(places + row * num_tiles + tile).to(tl.int64))
         if DRAWS:  # noqa: SIM102 - the compiler decides the outer condition
             if kind == WHOLE:
                 temperature = tl.load(temperatures + row)
@@ -148,9 +148,9 @@ def choose(
                     sums, logits, peak, temperature, seeds, sample_idxs, positions, row, vocab_size, num_tiles, SCALE,
                     PEAKS,
                 )  # fmt: skip
-                tl.store(found + row, token.to(tl.int64))
+                tl.store(output + row, token.to(tl.int64))
     else:
-        tl.store(found + row, tl.zeros_like(row))
+        tl.store(output + row, tl.zeros_like(row))
 
 
 @kernel

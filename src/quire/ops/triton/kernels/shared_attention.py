@@ -47,12 +47,12 @@ def attend_shared(
         item = items + idx * SHARED_ITEM
         first_row, num_rows, table = tl.load(item), tl.load(item + 1), tables + tl.load(item + 2)
         first, end, part = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-        known = rows < num_rows
+        is_row = rows < num_rows
         entry = item_rows + (first_row + rows) * SHARED_ROW
-        at = tl.load(entry, mask=known, other=0).to(tl.int64)
-        places = tl.load(entry + 1, mask=known, other=0) + part * tl.load(entry + 2, mask=known, other=0)
+        at = tl.load(entry, mask=is_row, other=0).to(tl.int64)
+        places = tl.load(entry + 1, mask=is_row, other=0) + part * tl.load(entry + 2, mask=is_row, other=0)
         where = queries + at[:, None] * stride_row + heads[:, None] * stride_head + dims[None, :]
-        q = factor(tl.load(where, mask=known[:, None] & (dims < HEAD_DIM)[None, :], other=0.0))
+        q = factor(tl.load(where, mask=is_row[:, None] & (dims < HEAD_DIM)[None, :], other=0.0))
         sums = tl.zeros([ROWS, DIM], tl.float32)
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
@@ -66,4 +66,4 @@ def attend_shared(
             )  # fmt: skip
             ids = next_ids
         lane = partial_lanes(places, kv_head, lanes, NUM_KV, GROUP)
-        store_part(partial_sums, partial_softmax, sums, peak, weight, lane, known, dims, DIM)
+        store_part(partial_sums, partial_softmax, sums, peak, weight, lane, is_row, dims, DIM)

@@ -32,17 +32,17 @@ FLAGS = tl.constexpr(128)
 @triton.jit
 def _rest(x, part):
     """Return the difference of float32 and a part of it; 0 instead of NaN."""
-    rest = x - part.to(tl.float32)
-    return tl.where(rest == rest, rest, 0.0)
+    difference = x - part.to(tl.float32)
+    return tl.where(difference == difference, difference, 0.0)
 
 
 @triton.jit
 def _parts(x):
     """Split float32 into three bfloat16 terms whose sum is exact."""
     high = x.to(tl.bfloat16)
-    rest = _rest(x, high)
-    middle = rest.to(tl.bfloat16)
-    return factor(high), factor(middle), factor(_rest(rest, middle).to(tl.bfloat16))
+    error = _rest(x, high)
+    middle = error.to(tl.bfloat16)
+    return factor(high), factor(middle), factor(_rest(error, middle).to(tl.bfloat16))
 
 
 @triton.jit
@@ -55,9 +55,9 @@ def _half_parts(x):
     exponent = tl.where((exponent > 0) & (exponent < 0x7F000000), exponent, 0x3F800000)
     unit = x * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[None, :]
     high = unit.to(tl.float16)
-    rest = _rest(unit, high) * 2048.0
-    middle = rest.to(tl.float16)
-    return high, middle, (_rest(rest, middle) * 2048.0).to(tl.float16), exponent.to(tl.float32, bitcast=True)[None, :]
+    error = _rest(unit, high) * 2048.0
+    middle = error.to(tl.float16)
+    return high, middle, (_rest(error, middle) * 2048.0).to(tl.float16), exponent.to(tl.float32, bitcast=True)[None, :]
 
 
 @triton.jit
@@ -110,12 +110,12 @@ def decays_between(logs, CHUNK: tl.constexpr):
 @triton.jit
 def num_finite(flags, chunk, num_chunks, head, HEADS: tl.constexpr):
     """Return the number of chunks of a sequence, from `chunk` on, before the first flagged one."""
-    found = num_chunks
+    count = num_chunks
     for start in range(0, num_chunks, FLAGS):
         places = start + tl.arange(0, FLAGS)
         flag = tl.load(flags + (chunk + places) * HEADS + head, mask=places < num_chunks, other=0)
-        found = tl.minimum(found, tl.min(tl.where(flag != 0, places, num_chunks), 0))
-    return found
+        count = tl.minimum(count, tl.min(tl.where(flag != 0, places, num_chunks), 0))
+    return count
 
 
 @kernel
@@ -137,12 +137,12 @@ def scan_within_chunks(
     alike = tl.zeros([CHUNK, CHUNK], tl.float32)
     for start in range(0, STATE_DIM, PART):
         columns = start + tl.arange(0, PART)[None, :]
-        known = is_known & (columns < STATE_DIM)
-        write = tl.load(B + by_row * stride_B + group + columns, mask=known, other=0.0)
-        read = tl.load(C + by_row * stride_C + group + columns, mask=known, other=0.0)
+        mask = is_known & (columns < STATE_DIM)
+        write = tl.load(B + by_row * stride_B + group + columns, mask=mask, other=0.0)
+        read = tl.load(C + by_row * stride_C + group + columns, mask=mask, other=0.0)
         alike += _product(read, tl.trans(write))
-    given = tl.load(dt + at * stride_dt + head, mask=is_row, other=0.0).to(tl.float32)
-    step = tl.where(is_row, softplus(given + tl.load(dt_bias + head)), 0.0)
+    raw_step = tl.load(dt + at * stride_dt + head, mask=is_row, other=0.0).to(tl.float32)
+    step = tl.where(is_row, softplus(raw_step + tl.load(dt_bias + head)), 0.0)
     logs = step * tl.load(A + head)
     between, from_start, to_end = decays_between(logs, CHUNK)
     # A column, not a vector: Triton 3.6 and 3.7 fail to compile a reduction of one dimension after one of a product.
@@ -151,11 +151,11 @@ def scan_within_chunks(
     skip = tl.load(skips + head)
     for start in range(0, HEAD_DIM, DIM):
         dims = start + tl.arange(0, DIM)[None, :]
-        known = is_known & (dims < HEAD_DIM)
-        values = tl.load(x + by_row * stride_x + head * HEAD_DIM + dims, mask=known, other=0.0)
+        mask = is_known & (dims < HEAD_DIM)
+        values = tl.load(x + by_row * stride_x + head * HEAD_DIM + dims, mask=mask, other=0.0)
         wide = values.to(tl.float32)
         poison += tl.sum(wide * 0.0, 1, keep_dims=True)
-        tl.store(output + (by_row * HEADS + head) * HEAD_DIM + dims, _product(mixed, values) + skip * wide, mask=known)
+        tl.store(output + (by_row * HEADS + head) * HEAD_DIM + dims, _product(mixed, values) + skip * wide, mask=mask)
     left = decays + (chunk * HEADS + head).to(tl.int64) * 2 * CHUNK + lanes
     tl.store(left, from_start)
     tl.store(left + CHUNK, step * to_end)
@@ -191,14 +191,14 @@ def scan_across_chunks(
         left = decays + ((chunk + index) * HEADS + head).to(tl.int64) * 2 * CHUNK
         from_start, through = tl.load(left + lanes), tl.load(left + CHUNK - 1)
         to_end = tl.load(left + CHUNK + lanes)
-        known = is_known & (columns < STATE_DIM)[None, :]
-        read = tl.load(C + by_row * stride_C + group + columns[None, :], mask=known, other=0.0)
-        write = tl.load(B + by_row * stride_B + group + columns[None, :], mask=known, other=0.0)
-        known = is_known & (dims < HEAD_DIM)
-        values = tl.load(x + by_row * stride_x + head * HEAD_DIM + dims, mask=known, other=0.0).to(tl.float32)
+        valid = is_known & (columns < STATE_DIM)[None, :]
+        read = tl.load(C + by_row * stride_C + group + columns[None, :], mask=valid, other=0.0)
+        write = tl.load(B + by_row * stride_B + group + columns[None, :], mask=valid, other=0.0)
+        valid = is_known & (dims < HEAD_DIM)
+        values = tl.load(x + by_row * stride_x + head * HEAD_DIM + dims, mask=valid, other=0.0).to(tl.float32)
         out = output + (by_row * HEADS + head) * HEAD_DIM + dims
-        found = tl.load(out, mask=known, other=0.0) + _product(read, state) * from_start[:, None]
-        tl.store(out, found, mask=known)
+        total = tl.load(out, mask=valid, other=0.0) + _product(read, state) * from_start[:, None]
+        tl.store(out, total, mask=valid)
         state = state * through + _product(tl.trans(write), values * to_end[:, None])
     start = tl.minimum(first + num_chunks * CHUNK, end)
     by_dim = scan_rows(tl.trans(state), output, x, B, C, dt, A, dt_bias, skips, head, tile, start, end - start,

@@ -38,12 +38,12 @@ def convolve_rows(
     is_known = (nothing + tl.load(has_state + sequence)) != 0
     total = tl.zeros([CHANNELS], tl.float32)
     for tap in tl.static_range(TAPS):
-        place = nothing + row - start - (TAPS - 1) + tap
-        at = (start + place).to(tl.int64)
-        own = tl.load(x + at * stride_row + channels, mask=mask & (place >= 0), other=0.0)
-        column = state + (place + TAPS - 1) * stride_column
-        before = tl.load(column + channels, mask=mask & (place < 0) & is_known, other=0.0)
-        value = tl.where(place >= 0, own.to(tl.float32), before.to(tl.float32))
+        offset = nothing + row - start - (TAPS - 1) + tap
+        at = (start + offset).to(tl.int64)
+        inputs = tl.load(x + at * stride_row + channels, mask=mask & (offset >= 0), other=0.0)
+        column = state + (offset + TAPS - 1) * stride_column
+        before = tl.load(column + channels, mask=mask & (offset < 0) & is_known, other=0.0)
+        value = tl.where(offset >= 0, inputs.to(tl.float32), before.to(tl.float32))
         total += value * tl.load(taps + tap * num_channels + channels, mask=mask, other=0.0)
     if BIAS:
         total += tl.load(bias + channels, mask=mask, other=0.0)
@@ -66,13 +66,13 @@ def store_inputs(
     start, end = tl.load(row_starts + sequence), tl.load(row_starts + sequence + 1)
     state = states + tl.load(block_ids + sequence).to(tl.int64) * stride_block
     is_known = (columns * 0 + tl.load(has_state + sequence)) != 0
-    place = end - start - num_columns + columns
-    own = tl.load(x + (start + place).to(tl.int64) * stride_row + channels, mask=mask & (place >= 0), other=0.0)
-    old = state + (place + num_columns) * stride_column + channels
-    before = tl.load(old, mask=mask & (place < 0) & is_known, other=0.0)
+    offset = end - start - num_columns + columns
+    inputs = tl.load(x + (start + offset).to(tl.int64) * stride_row + channels, mask=mask & (offset >= 0), other=0.0)
+    old = state + (offset + num_columns) * stride_column + channels
+    before = tl.load(old, mask=mask & (offset < 0) & is_known, other=0.0)
     # All threads must have read the state before it is overwritten.
     tl.debug_barrier()
-    tl.store(state + columns * stride_column + channels, tl.where(place >= 0, own, before), mask=mask)
+    tl.store(state + columns * stride_column + channels, tl.where(offset >= 0, inputs, before), mask=mask)
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def scan_rows(
         write = tl.load(B + row * stride_B + group + columns, mask=known_columns, other=0.0).to(tl.float32)
         read = tl.load(C + row * stride_C + group + columns, mask=known_columns, other=0.0).to(tl.float32)
         state = state * tl.exp(step * decay_rate) + (values * step)[:, None] * write[None, :]
-        found = tl.sum(state * read[None, :], 1) + skip * values
-        tl.store(output + (row * HEADS + head) * HEAD_DIM + dims, found, mask=known_dims)
+        row_output = tl.sum(state * read[None, :], 1) + skip * values
+        tl.store(output + (row * HEADS + head) * HEAD_DIM + dims, row_output, mask=known_dims)
     return state
 
 
@@ -137,8 +137,8 @@ def correct_rows(
         key = tl.load(k + row * stride_k + group + dims, mask=known_dims, other=0.0)
         value = tl.load(v + row * stride_v + head * VALUE_DIM + columns, mask=known_columns, other=0.0)
         state *= tl.exp(tl.load(g + row * stride_g + head))
-        found = tl.sum(key[:, None] * state, 0)
-        change = tl.load(beta + row * stride_beta + head) * (value.to(tl.float32) - found)
+        expected = tl.sum(key[:, None] * state, 0)
+        change = tl.load(beta + row * stride_beta + head) * (value.to(tl.float32) - expected)
         state += key[:, None] * change[None, :]
         tl.store(output + (row * HEADS + head) * VALUE_DIM + columns, tl.sum(query[:, None] * state, 0),
                  mask=known_columns)  # fmt: skip

@@ -35,7 +35,7 @@ def multiply_stored_by_expert(
     byte: tl.constexpr = tl.pointer_type(tl.uint8)
     rows, is_row, sources = rows_of_tile(tile, tile_rows, tile_ends, row_ids, GATHER, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    known = columns < num_columns
+    is_column = columns < num_columns
     # See `is_aligned`: a layer with unaligned tensors runs its experts one by one.
     own_codes = tl.multiple_of(tl.load(codes + expert).to(byte), 16)
     own_scales = tl.multiple_of(tl.load(scales + expert).to(number), 16)
@@ -45,14 +45,14 @@ def multiply_stored_by_expert(
     if ZEROS:
         own_zeros = tl.multiple_of(tl.load(zeros + expert).to(byte), 16)
     total = add_groups(tl.zeros([ROWS, COLUMNS], tl.float32), x, row_scales, sources, is_row, own_codes, own_scales,
-                       own_mins, own_zeros, table, columns, known, num_columns, stride_row, 0, num_steps, GROUP, PAIRED,
-                       OFFSET, TABLE, MINS, ZEROS, FLOAT8)  # fmt: skip
+                       own_mins, own_zeros, table, columns, is_column, num_columns, stride_row, 0, num_steps, GROUP,
+                       PAIRED, OFFSET, TABLE, MINS, ZEROS, FLOAT8)  # fmt: skip
     if BIAS:
         bias = tl.load(biases + expert).to(tl.pointer_type(like_bias.dtype.element_ty))
-        total += tl.load(bias + columns, mask=known, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if SCORED:
         # The output of an expert is rounded before it is multiplied by its routing weight.
         scores = tl.load(row_scores + rows, mask=is_row, other=0.0)
         total = as_stored(total, like_rows.dtype.element_ty) * scores[:, None]
     where = output + rows.to(tl.int64)[:, None] * stride_output + columns[None, :]
-    tl.store(where, rounded(total, output.dtype.element_ty), mask=is_row[:, None] & known[None, :])
+    tl.store(where, rounded(total, output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

@@ -48,33 +48,33 @@ def choose(logits: Tensor, experts: RoutedExperts) -> tuple[Tensor, Tensor]:
     return chosen, scores if experts.expert_scales is None else scores * experts.expert_scales[chosen]
 
 
-def group_rows(chosen: Tensor, scores: Tensor, num_experts: int, here: range | None = None) -> RowGroups:
+def group_rows(chosen: Tensor, scores: Tensor, num_experts: int, local_experts: range | None = None) -> RowGroups:
     """Sort rows by expert on the device: the number of rows per expert is not copied to the host."""
     num_rows, num_chosen = chosen.shape
-    num_here = num_experts if here is None else len(here)
-    flat, is_here = chosen.flatten(), None
-    if here is not None and num_here < num_experts:
-        flat = flat - here.start
-        is_here = (flat >= 0) & (flat < num_here)
-        flat = flat.where(is_here, num_here)  # after the rows of all experts of this rank
+    num_local = num_experts if local_experts is None else len(local_experts)
+    flat, is_local = chosen.flatten(), None
+    if local_experts is not None and num_local < num_experts:
+        flat = flat - local_experts.start
+        is_local = (flat >= 0) & (flat < num_local)
+        flat = flat.where(is_local, num_local)  # after the rows of all experts of this rank
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    counts = torch.zeros(num_here + 1, dtype=torch.int64, device=flat.device)
-    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_here]
+    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=flat.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_local]
     ends = counts.cumsum(0)
     tile_rows = FEW_ROWS if num_rows * num_chosen <= FEW_ROWS * num_experts else MANY_ROWS
     tile_counts = (counts + tile_rows - 1) // tile_rows
     tile_ends = tile_counts.cumsum(0)
     # An upper bound on the number of tiles: each expert may have one that is not full.
-    num_tiles = min(-(-len(flat) // tile_rows) + num_here, len(flat))
+    num_tiles = min(-(-len(flat) // tile_rows) + num_local, len(flat))
     tiles = torch.arange(num_tiles, device=flat.device)
     idxs = torch.searchsorted(tile_ends, tiles, right=True)
-    known = idxs.clamp(max=num_here - 1)
-    first = (ends - counts)[known] + (tiles - (tile_ends - tile_counts)[known]) * tile_rows
-    numbers = torch.stack((idxs, first, ends[known])).int()
+    expert_idxs = idxs.clamp(max=num_local - 1)
+    first = (ends - counts)[expert_idxs] + (tiles - (tile_ends - tile_counts)[expert_idxs]) * tile_rows
+    numbers = torch.stack((idxs, first, ends[expert_idxs])).int()
     is_last_absent = None
-    if is_here is not None:
-        places, is_last_absent = places.where(is_here, len(flat) - 1), ends[-1] < len(flat)
+    if is_local is not None:
+        places, is_last_absent = places.where(is_local, len(flat) - 1), ends[-1] < len(flat)
     places = places.view_as(chosen)
     return RowGroups((order // num_chosen).int(), scores.flatten()[order], places, numbers, tile_rows, is_last_absent)

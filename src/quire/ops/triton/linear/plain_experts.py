@@ -60,6 +60,6 @@ class PlainExpertLayer:
 def plain_layer(layers: Sequence[Linear]) -> PlainExpertLayer | None:
     """Return layers of experts as a grouped layer; None if weights are not plain, not alike, or not aligned."""
     plain = [layer for layer in layers if isinstance(layer, TritonLinear) and is_aligned(layer.weight)]
-    if len(plain) < len(layers) or len({(each.weight.shape, each.weight.dtype) for each in plain}) > 1:
+    if len(plain) < len(layers) or len({(layer.weight.shape, layer.weight.dtype) for layer in plain}) > 1:
         return None
     return PlainExpertLayer(plain)

@@ -64,12 +64,12 @@ class TritonExperts:
         inner = self._gate_ups.multiply(x, groups, is_first=True, scales_input=scales_input)
         if activation is not None:
             inner = self._gate(inner, activation)
-        given = self._downs.multiply(inner, groups, is_first=False, scales_input=scales_input)
+        outputs = self._downs.multiply(inner, groups, is_first=False, scales_input=scales_input)
         if groups.is_last_absent is not None:
-            given[-1].masked_fill_(groups.is_last_absent, 0.0)
+            outputs[-1].masked_fill_(groups.is_last_absent, 0.0)
         # Each row's expert outputs are added in the order of their scores, independently of other rows of the step.
-        for place in groups.places.unbind(1):
-            total += given[place]
+        for idxs in groups.places.unbind(1):
+            total += outputs[idxs]
         return total.to(x.dtype)
 
     def _begin(self, x: Tensor, start: Tensor | None) -> Tensor:
@@ -87,5 +87,5 @@ def fuse_experts(experts: RoutedExperts, gate: Callable[[Tensor, Activation], Te
     """Return experts as grouped GEMMs; None if they take adapters, or their layers cannot be grouped."""
     if experts.adapters is not None:
         return None
-    gate_ups, downs = (plain_layer(each) or stored_layer(each) for each in (experts.gate_ups, experts.downs))
+    gate_ups, downs = (plain_layer(layers) or stored_layer(layers) for layers in (experts.gate_ups, experts.downs))
     return None if gate_ups is None or downs is None else TritonExperts(experts, gate_ups, downs, gate)

@@ -124,12 +124,12 @@ def stored_layer(layers: Sequence[Linear]) -> StoredExpertLayer | None:
     All layers must be quantised, have no plain parts and no input order, have the same forms, shapes and gate, and have
     aligned tensors.
     """
-    activations = {each.activation if isinstance(each, GatedLinear) else None for each in layers}
-    inner = [each.linear if isinstance(each, GatedLinear) else each for each in layers]
-    stored = [each for each in inner if isinstance(each, TritonQuantizedLinear)]
-    if len(stored) < len(layers) or len(activations) > 1 or len({_kind(each) for each in stored}) > 1:
+    activations = {layer.activation if isinstance(layer, GatedLinear) else None for layer in layers}
+    inner = [layer.linear if isinstance(layer, GatedLinear) else layer for layer in layers]
+    stored = [linear for linear in inner if isinstance(linear, TritonQuantizedLinear)]
+    if len(stored) < len(layers) or len(activations) > 1 or len({_kind(linear) for linear in stored}) > 1:
         return None
-    if not all(is_aligned(tensor) for each in stored for part in each.parts for tensor in _tensors(part)):
+    if not all(is_aligned(tensor) for linear in stored for part in linear.parts for tensor in _tensors(part)):
         return None
     return StoredExpertLayer(stored, activations.pop())
 
@@ -141,9 +141,9 @@ def _kind(layer: TritonQuantizedLinear) -> tuple[object, ...]:
 
 
 def _tensors(part: PackedCodes) -> list[Tensor]:
-    found = (part.codes, part.scales, part.mins, part.zero_points)
-    return [each for each in found if each is not None]
+    tensors = (part.codes, part.scales, part.mins, part.zero_points)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _addresses(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    return torch.tensor([0 if each is None else each.data_ptr() for each in tensors], device=device)
+    return torch.tensor([0 if tensor is None else tensor.data_ptr() for tensor in tensors], device=device)

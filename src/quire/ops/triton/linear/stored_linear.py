@@ -145,14 +145,14 @@ class TritonQuantizedLinear:
     def round_for_parts(self, x: Tensor) -> dict[int | None, RoundedRows]:
         """Return rows [T, in] by the group size of the parts that take them; by None for parts that take plain rows."""
         x = x if x.stride(1) == 1 else x.contiguous()
-        found: dict[int | None, RoundedRows] = {}
+        rows_by_group: dict[int | None, RoundedRows] = {}
         for group in {part.rounded_group for part in self.parts}:
             if group is None:
-                found[group] = RoundedRows(x, x)
+                rows_by_group[group] = RoundedRows(x, x)
             else:
                 num_groups = max(len(part.scales) for part in self.parts if part.rounded_group == group)
-                found[group] = round_rows(x, group, num_groups)
-        return found
+                rows_by_group[group] = round_rows(x, group, num_groups)
+        return rows_by_group
 
     def table_of(self, part: PackedCodes) -> Tensor | None:
         """Return the levels of a part's codes, int16; None if the part has no table of levels."""
@@ -227,17 +227,17 @@ class TritonStoredLinear(TritonQuantizedLinear):
         Every part looks up all ids, and rows of other parts are masked out, so that the host does not wait for the ids.
         """
         start, last = 0, len(self.parts) - 1
-        found: Tensor | None = None
+        output: Tensor | None = None
         for idx, part in enumerate(self.parts):
             count, local = part.codes.shape[1], ids - start
             if idx < last:
                 local = local.clamp(max=count - 1)
             local = local.where(local >= 0, 0 if idx else count)
             rows = part.rows(local).to(self._dtype)
-            found = rows if found is None else torch.where((ids >= start)[:, None], rows, found)
+            output = rows if output is None else torch.where((ids >= start)[:, None], rows, output)
             start += count
-        assert found is not None, "a weight has parts"
-        return found
+        assert output is not None, "a weight has parts"
+        return output
 
 
 def round_rows(x: Tensor, group: int, num_groups: int) -> RoundedRows:
@@ -293,8 +293,8 @@ def _pieces(
             pairs = codes.reshape(-1, 2, form.group, codes.shape[1])
             codes = (pairs[:, 0] | pairs[:, 1] << 4).flatten(0, 1)
         factors = [
-            None if each is None else torch.nn.functional.pad(each.T, (0, 0, 0, missing)).contiguous()
-            for each in (scales, mins, rows.zero_points)
+            None if values is None else torch.nn.functional.pad(values.T, (0, 0, 0, missing)).contiguous()
+            for values in (scales, mins, rows.zero_points)
         ]
         assert factors[0] is not None, "a weight has scales"
         yield codes.contiguous(), factors[0], factors[1], factors[2]
