@@ -55,9 +55,9 @@ def _encode(document: Any, tokenizer: Tokenizer) -> list[int]:
     if isinstance(document, dict) and isinstance(document.get("text"), str):
         return tokenizer.encode(document["text"])
     messages = document.get("messages") if isinstance(document, dict) else None
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"an object with a string text or a list messages is needed, got {shown(document)}")
     if tokenizer.chat_template is None:
-        return tokenizer.encode("\n".join(str(each.get("content")) for each in messages))
+        return tokenizer.encode("\n".join(str(message.get("content")) for message in messages))
     prompt = tokenizer.chat_template.prompt(messages, add_generation_prompt=False, added_tokens=tokenizer.added_tokens)
     return tokenizer.encode(prompt, add_special_tokens=False)

@@ -131,8 +131,8 @@ class ChatTemplate:
         begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         # Templates test whether tools and documents are none, so both are always defined.
         fixed = {**self._special_tokens, "add_generation_prompt": begins, "tools": None, "documents": None}
-        given = self._given(tools, variables or {})
-        conversation = TemplateVariables(normal, given, fixed, sanitized, sanitizing != "on-request")
+        request_variables = self._given(tools, variables or {})
+        conversation = TemplateVariables(normal, request_variables, fixed, sanitized, sanitizing != "on-request")
         control = None if added_tokens is None else added_tokens.control_tokens(self._text.literals)
         try:
             rendered = self._renderer.render(
@@ -153,16 +153,16 @@ class ChatTemplate:
 
     def _given(self, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that a request sets."""
-        given: dict[str, Any] = {}
+        request_variables: dict[str, Any] = {}
         if tools:
             self.require_tools()
-            given["tools"] = [dict(tool) for tool in tools]
+            request_variables["tools"] = [dict(tool) for tool in tools]
         for name, value in variables.items():
             if name in RESERVED or name in self._special_tokens:
                 raise InvalidParameter("chat_template_kwargs", name, "names that are not reserved")
             self._require(name)
-            given[name] = value
-        return given
+            request_variables[name] = value
+        return request_variables
 
     def used_variables(self, variables: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that the template uses or that `render` refuses; log each other variable once.

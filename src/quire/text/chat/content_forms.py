@@ -49,8 +49,10 @@ def find_forms(write: Write) -> dict[str, str]:
         forms[role] = _first_written(tried, write) or STRING
     beside = STRING if forms["assistant"] == NOWHERE else forms["assistant"]
     call, user = {"role": "assistant", "tool_calls": [CALL]}, _message("user", "x", forms)
-    found = _first_written(((form, [[user, {**call, "content": in_form([], form)}]]) for form in (beside, NONE)), write)
-    return {**forms, CALLS: found if found in (beside, NONE) else beside}
+    call_form = _first_written(
+        ((form, [[user, {**call, "content": in_form([], form)}]]) for form in (beside, NONE)), write
+    )
+    return {**forms, CALLS: call_form if call_form in (beside, NONE) else beside}
 
 
 def _first_written(tried: Iterable[tuple[str, Iterable[list[dict[str, Any]]]]], write: Write) -> str | None:

@@ -33,17 +33,17 @@ class TemplateVariables(NamedTuple):
 
     Args:
         messages: messages in the form of `normalise_messages`.
-        given: further variables, with texts of clients.
+        request_variables: further variables, with texts of clients.
         fixed: variables without texts of clients.
         sanitized: flag of each message, True if its texts may not become control tokens.
-        is_given_sanitized: True if the texts of `given` may not become control tokens.
+        sanitizes_variables: True if the texts of `request_variables` may not become control tokens.
     """
 
     messages: list[dict[str, Any]]
-    given: Mapping[str, Any]
+    request_variables: Mapping[str, Any]
     fixed: Mapping[str, Any]
     sanitized: list[bool]
-    is_given_sanitized: bool = True
+    sanitizes_variables: bool = True
 
 
 class Rendered(NamedTuple):
@@ -196,10 +196,10 @@ class Templates:
     ) -> tuple[bytes, str]:
         """Return the kind of the answer, and the rendered text, with marks if `marked` applies to any texts."""
         self._state.now = now
-        messages, given, fixed, *_ = variables
+        messages, request_variables, fixed, *_ = variables
         marks = None if marked is None else self._marks(marked)
         copies = None if marks is None else _with_marks(variables, marks)
-        text = self._write(source, messages, {**fixed, **given}, max_chars)
+        text = self._write(source, messages, {**fixed, **request_variables}, max_chars)
         if marks is None or copies is None or SURROGATE.search(text):  # the tokenizer refuses surrogates
             return DONE, text
         self._state.marks = marks
@@ -227,7 +227,7 @@ def _with_marks(variables: TemplateVariables, marks: Marks) -> tuple[list[dict[s
     Content of the assistant and of the system has lenient marks, so that markers that the model itself wrote, and
     markers in instructions, stay tokens.
     """
-    messages, given, _, sanitized, is_given_sanitized = variables
+    messages, request_variables, _, sanitized, sanitizes_variables = variables
     copies, changed = list[dict[str, Any]](), False
     for message, is_sanitized in zip(messages, sanitized, strict=True):
         copy = dict(message)
@@ -236,8 +236,12 @@ def _with_marks(variables: TemplateVariables, marks: Marks) -> tuple[list[dict[s
             copy[name] = marks.put(message[name], first=LENIENT if is_lenient else STRICT)
             changed |= copy[name] is not message[name]
         copies.append(copy)
-    others = {name: marks.put(value) for name, value in given.items()} if is_given_sanitized else dict(given)
-    changed |= any(others[name] is not value for name, value in given.items())
+    others = (
+        {name: marks.put(value) for name, value in request_variables.items()}
+        if sanitizes_variables
+        else dict(request_variables)
+    )
+    changed |= any(others[name] is not value for name, value in request_variables.items())
     return (copies, others) if changed else None
 
 

@@ -92,7 +92,7 @@ class SanitizedTexts:
             library.normalizer = self.library.normalizer
         library.add_tokens([*self.added.values()])
         ids = {library.token_to_id(content): token_id for content, token_id in self.ids.items()}
-        return library, {found: token_id for found, token_id in ids.items() if found is not None}
+        return library, {finder_id: token_id for finder_id, token_id in ids.items() if finder_id is not None}
 
 
 class _PromptEncoder:
@@ -147,8 +147,8 @@ class _PromptEncoder:
             return
         library, token_ids = self._texts.finder
         (encoding,) = guarded(library.encode_batch, [lead + chars], add_special_tokens=False)
-        for found, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            token_id = token_ids.get(found)
+        for finder_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            token_id = token_ids.get(finder_id)
             if token_id is not None and self._control.has(content := self._texts.added[token_id].content):
                 start, end = start - len(lead), end - len(lead)
                 # The range of a token includes the white space that it absorbs.
@@ -179,13 +179,23 @@ class _WithoutControl:
         text = "".join(pieces) + part[end:]
         (encoding,) = guarded(self._library.encode_batch_fast, [text], add_special_tokens=False)
         ids: list[int] = encoding.ids
-        found = set(ids)
-        if sum(ids.count(each) for each in found if self._ids.get(each) in self._stand_ins) != len(spans):
+        unique_ids = set(ids)
+        if sum(
+            ids.count(library_id) for library_id in unique_ids if self._ids.get(library_id) in self._stand_ins
+        ) != len(spans):
             raise InvalidParameter("messages", part, WITHOUT)
-        made = {each: self._spelled(each) for each in found if each not in self._ids and self._is_control(each)}
+        made = {
+            library_id: self._spelled(library_id)
+            for library_id in unique_ids
+            if library_id not in self._ids and self._is_control(library_id)
+        }
         if not made:
-            return [self._ids.get(each, each) for each in ids]
-        return [token_id for each in ids for token_id in made.get(each) or (self._ids.get(each, each),)]
+            return [self._ids.get(library_id, library_id) for library_id in ids]
+        return [
+            token_id
+            for library_id in ids
+            for token_id in made.get(library_id) or (self._ids.get(library_id, library_id),)
+        ]
 
     def _stand_in(self, token_id: int) -> str:
         """Return the stand-in character of a token; the first call chooses and registers it."""
@@ -210,7 +220,7 @@ class _WithoutControl:
         """Return ordinary tokens that spell the text of a control token."""
         token, model = str(self._texts.library.id_to_token(token_id)), self._texts.library.model
         for pos in range(1, len(token)):
-            token_ids = [each.id for part in (token[:pos], token[pos:]) for each in model.tokenize(part)]
+            token_ids = [piece.id for part in (token[:pos], token[pos:]) for piece in model.tokenize(part)]
             if not any(map(self._is_control, token_ids)):
                 return token_ids
         raise InvalidParameter("messages", token, WITHOUT)
@@ -219,7 +229,7 @@ class _WithoutControl:
 def _unknown_ids(library: tokenizers.Tokenizer) -> set[int]:
     """Return the tokens of an unknown character, which may be special tokens."""
     try:
-        return {each.id for each in guarded(library.model.tokenize, UNKNOWN)}
+        return {token.id for token in guarded(library.model.tokenize, UNKNOWN)}
     except Exception:  # a model without such a token fails
         return set()
 

@@ -53,10 +53,10 @@ class ReasoningModel:
         Raises:
             InvalidParameter: no such format.
         """
-        found = find_parser("reasoning_parser", name, ("auto", "none", *REASONING_FORMATS))
+        parser = find_parser("reasoning_parser", name, ("auto", "none", *REASONING_FORMATS))
         if tokenizer is None or tokenizer.chat_template is None:
             return None
-        form = choose_reasoning_format(found, tokenizer.chat_template.source)
+        form = choose_reasoning_format(parser, tokenizer.chat_template.source)
         header = (template or tokenizer.chat_template).turn_header
         return None if form is None else cls.of(form, tokenizer, end_token_ids, header)
 
@@ -132,8 +132,8 @@ class SampleReasoning:
         reasoning, content = self._parser.push(text)
         if not is_finished:
             return ReasoningSplit(reasoning, content)
-        rest = self._parser.finish()
-        return ReasoningSplit(reasoning + rest.reasoning, content + rest.content)
+        remainder = self._parser.finish()
+        return ReasoningSplit(reasoning + remainder.reasoning, content + remainder.content)
 
 
 def _header_ids(tokenizer: Tokenizer, header: str) -> tuple[int, ...]:

@@ -114,21 +114,21 @@ class _Writer:
         if isinstance(form, Text):
             return text_schema(form)
         if isinstance(form, Array):
-            found: dict[str, Any] = {"type": "array"}
+            schema: dict[str, Any] = {"type": "array"}
             if form.prefix:
-                found["prefixItems"] = [self._state(inner, depth) for inner in form.prefix]
+                schema["prefixItems"] = [self._state(inner, depth) for inner in form.prefix]
             if form.items != ANY:
-                found["items"] = self._state(form.items, depth)
+                schema["items"] = self._state(form.items, depth)
             limits = {"minItems": form.min_items or None, "maxItems": form.max_items}
-            return found | {key: value for key, value in limits.items() if value is not None}
+            return schema | {key: value for key, value in limits.items() if value is not None}
         return self._object(form, depth)
 
     def _object(self, form: Object, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"type": "object"}
+        schema: dict[str, Any] = {"type": "object"}
         if form.properties:
-            found["properties"] = {name: self._state(state, depth) for name, state in form.properties}
+            schema["properties"] = {name: self._state(state, depth) for name, state in form.properties}
         if form.required:
-            found["required"] = [*form.required]
+            schema["required"] = [*form.required]
         patterns = {_whole(pattern): self._state(state, depth) for pattern, state in form.patterns}
         further = self._state(form.additional, depth)
         if form.names is not None:
@@ -139,14 +139,14 @@ class _Writer:
         elif further is not False and (form.properties or patterns):
             self._may_escape = False
         if patterns:
-            found["patternProperties"] = patterns
+            schema["patternProperties"] = patterns
         if further is not True:
-            found["additionalProperties"] = further
+            schema["additionalProperties"] = further
         if form.min_others:
-            found["minProperties"] = len(form.required) + form.min_others
+            schema["minProperties"] = len(form.required) + form.min_others
         if form.max_others is not None:
-            found["maxProperties"] = len(form.required) + form.max_others
-        return found
+            schema["maxProperties"] = len(form.required) + form.max_others
+        return schema
 
 
 def _inner(form: Form) -> list[State]:
@@ -180,23 +180,23 @@ def number_schema(number: Number) -> dict[str, Any]:
         "exclusiveMinimum" if number.is_above else "minimum",
         "exclusiveMaximum" if number.is_below else "maximum",
     )
-    found = {low: number.minimum, high: number.maximum, "multipleOf": number.multiple}
+    limits = {low: number.minimum, high: number.maximum, "multipleOf": number.multiple}
     kind = "integer" if number.is_integer else "number"
-    return {"type": kind} | {key: value for key, value in found.items() if value is not None}
+    return {"type": kind} | {key: value for key, value in limits.items() if value is not None}
 
 
 def text_schema(text: Text) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "string"}
+    schema: dict[str, Any] = {"type": "string"}
     if text.constants is not None:
-        found["enum"] = [*text.constants]
+        schema["enum"] = [*text.constants]
     if text.min_length:
-        found["minLength"] = text.min_length
+        schema["minLength"] = text.min_length
     if text.max_length is not None:
-        found["maxLength"] = text.max_length
+        schema["maxLength"] = text.max_length
     if text.patterns:
-        found["pattern"] = _whole(text.patterns[0])
+        schema["pattern"] = _whole(text.patterns[0])
     more = [{"type": "string", "pattern": _whole(one)} for one in text.patterns[1:]]
-    return found | ({"allOf": more} if more else {})
+    return schema | ({"allOf": more} if more else {})
 
 
 def _name_pattern(names: Text) -> str:

@@ -71,12 +71,12 @@ def _members(one: Object, other: Object, states: States, depth: int) -> bool:
     return any(_states(_member(one, name), _member(other, name), states, depth) for name in one.required)
 
 
-def _member(found: Object, name: str) -> State | None:
+def _member(form: Object, name: str) -> State | None:
     """Return the state of a property; None if it may depend on a pattern."""
-    declared = dict(found.properties)
+    declared = dict(form.properties)
     if name in declared:
         return declared[name]
-    return found.additional if not found.patterns and found.names is None else None
+    return form.additional if not form.patterns and form.names is None else None
 
 
 def _states(one: State | None, other: State | None, states: States, depth: int) -> bool:

@@ -83,43 +83,43 @@ class Document:
         resource = self._resources.get(uri)
         if resource is None:
             raise SchemaError(f"it names another document, {reference!r}")
-        found = self._anchors.get((uri, fragment)) if fragment and not fragment.startswith("/") else None
-        if found is None and (not fragment or fragment.startswith("/")):
-            found = self._by_pointer(resource, uri, fragment)
-        if found is None:
+        target = self._anchors.get((uri, fragment)) if fragment and not fragment.startswith("/") else None
+        if target is None and (not fragment or fragment.startswith("/")):
+            target = self._by_pointer(resource, uri, fragment)
+        if target is None:
             raise SchemaError(f"no part of the schema is {reference!r}")
-        return found
+        return target
 
     def _by_pointer(self, resource: Node, base: str, pointer: str) -> Node | None:
-        found: Any = resource
+        target: Any = resource
         for step in pointer.split("/")[1:] if pointer != "/" else ():
             key = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list):
-                found = found[int(key)] if key.isascii() and key.isdigit() and int(key) < len(found) else None
+            if isinstance(target, list):
+                target = target[int(key)] if key.isascii() and key.isdigit() and int(key) < len(target) else None
             else:
-                found = found.get(key) if isinstance(found, Mapping) else None
-        node: Node | None = found if isinstance(found, Mapping | bool) else None
+                target = target.get(key) if isinstance(target, Mapping) else None
+        node: Node | None = target if isinstance(target, Mapping | bool) else None
         if isinstance(node, Mapping) and id(node) not in self._places:
             self._add(node, pointer.strip("/").replace("/", "."), base)
         return node
 
-    def _add(self, node: Node, place: str, base: str) -> None:
+    def _add(self, node: Node, path: str, base: str) -> None:
         """Record a part and all parts in it."""
-        left: list[tuple[Any, str, str]] = [(node, place, base)]
+        left: list[tuple[Any, str, str]] = [(node, path, base)]
         while left:
-            part, place, base = left.pop()
+            part, path, base = left.pop()
             if not isinstance(part, Mapping) or id(part) in self._places:
                 continue
             base = self._add_names(part, base)
-            self._places[id(part)], self._bases[id(part)] = place, base
-            left += [(inner, f"{place}.{key}" if place else key, base) for key, inner in parts_of(part)]
+            self._places[id(part)], self._bases[id(part)] = path, base
+            left += [(inner, f"{path}.{key}" if path else key, base) for key, inner in parts_of(part)]
 
     def _add_names(self, part: Mapping[str, Any], base: str) -> str:
         """Record the URI and the anchors of a part, and return the base URI of its references."""
-        own = part.get("$id", part.get("id"))
+        schema_id = part.get("$id", part.get("id"))
         # Earlier drafts ignore keywords beside a reference.
-        if isinstance(own, str) and own and not (self._is_old and "$ref" in part):
-            uri, fragment = urldefrag(_joined(base, own))
+        if isinstance(schema_id, str) and schema_id and not (self._is_old and "$ref" in part):
+            uri, fragment = urldefrag(_joined(base, schema_id))
             if fragment and not fragment.startswith("/"):
                 self._anchors.setdefault((uri, fragment), part)
             if uri != base:

@@ -108,10 +108,10 @@ class Expander:
 
     def make(self, origin: Node, key: str, content: Node) -> Node:
         """Return a schema that is made from another one; the same schema for the same origin and key."""
-        known = self._made.get((id(origin), key))
-        if known is None:
-            known = self._made[id(origin), key] = content
-            left: list[Any] = [known]
+        made = self._made.get((id(origin), key))
+        if made is None:
+            made = self._made[id(origin), key] = content
+            left: list[Any] = [made]
             while left:
                 node = left.pop()
                 if isinstance(node, Mapping) and not self.document.has(node):
@@ -120,7 +120,7 @@ class Expander:
                         self._opposite_ids.add(id(node))
                     self.document.name(node, origin)
                     left += [inner for _, inner in parts_of(node)]
-        return known
+        return made
 
     def is_opposite(self, node: Node) -> bool:
         """Return whether a schema is part of the opposite of the schema at its path."""
@@ -128,16 +128,16 @@ class Expander:
 
     def keywords(self, node: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keywords of a schema; see `read_keywords`."""
-        known = self._keywords.get(id(node))
-        if known is None:
+        checked = self._keywords.get(id(node))
+        if checked is None:
             # Made schemas need no check, and may have the keyword `NOT_ENUM`.
             read = (
                 dict(node)
                 if self.is_made(node)
                 else read_keywords(node, self.document.place(node), self.document.later_keywords)
             )
-            known = self._keywords[id(node)] = read
-        return known
+            checked = self._keywords[id(node)] = read
+        return checked
 
     def resolve(self, node: Mapping[str, Any], keyword: str) -> Node | None:
         """Return the target of a reference; None if the reference is dropped."""
@@ -154,15 +154,15 @@ class Expander:
             seen.add(id(node))
             if self.keywords(node).keys() != {"$ref"}:
                 break
-            found = self.resolve(node, "$ref")
-            node = True if found is None else found
+            target = self.resolve(node, "$ref")
+            node = True if target is None else target
         return node
 
     def expand(
         self, nodes: Iterable[Node], parts: Sequence[SchemaPart] = (), *, has_choices: bool = True
     ) -> list[Alternative]:
         """Return the alternatives of a conjunction of schemas and parts; without choices if `has_choices` is False."""
-        found: list[Alternative] = []
+        alternatives: list[Alternative] = []
         start: list[_Item] = [*parts, *map(_Applied, nodes)]
         left: list[tuple[list[_Item], Alternative, frozenset[int]]] = [(start[::-1], Alternative(()), frozenset())]
         while left:
@@ -171,8 +171,8 @@ class Expander:
             if self._num_steps > MAX_STEPS:
                 raise UnenforceableSchema("it has too many combinations of alternatives")
             if not items:
-                found.append(done)
-                if len(found) > MAX_ALTERNATIVES:
+                alternatives.append(done)
+                if len(alternatives) > MAX_ALTERNATIVES:
                     raise TooManyAlternatives(f"it has more than {MAX_ALTERNATIVES} combinations of alternatives")
                 continue
             item = items.pop()
@@ -193,18 +193,18 @@ class Expander:
                     items += reversed([*self._items(item.node, _inside(item.scope, item.node))])
                     seen |= {id(item.node)}
                 left.append((items, done, seen))
-        return found
+        return alternatives
 
     def _items(self, node: Mapping[str, Any], scope: _Scope) -> Iterator[_Item]:
         """Yield the parts, choices and schemas of a schema in the order of its keywords, which orders properties."""
         keywords = self.keywords(node)
-        own = {keyword: value for keyword, value in keywords.items() if keyword not in IN_PLACE}
-        choice = self._constants(node, own)
+        own_keywords = {keyword: value for keyword, value in keywords.items() if keyword not in IN_PLACE}
+        choice = self._constants(node, own_keywords)
         first = next((keyword for keyword in keywords if keyword not in IN_PLACE), "")
-        place = "properties" if "properties" in own else first
+        part_keyword = "properties" if "properties" in own_keywords else first
         for keyword, value in keywords.items():
-            if keyword == place and own:
-                yield SchemaPart(own, node, scope.owners)
+            if keyword == part_keyword and own_keywords:
+                yield SchemaPart(own_keywords, node, scope.owners)
             elif keyword in IN_PLACE:
                 yield from self._applied(node, keyword, value, scope)
         if choice:
@@ -213,8 +213,8 @@ class Expander:
     def _applied(self, node: Mapping[str, Any], keyword: str, value: Any, scope: _Scope) -> Iterator[_Item]:
         """Yield the schemas or choices of an applicator."""
         if keyword in REFERENCES:
-            found = self.resolve(node, keyword)
-            yield from () if found is None else (_Applied(found, scope),)
+            target = self.resolve(node, keyword)
+            yield from () if target is None else (_Applied(target, scope),)
         elif keyword == "allOf":
             yield from (_Applied(one, scope) for one in value)
         elif keyword == "anyOf":
@@ -253,20 +253,22 @@ class Expander:
             more = [needed] if isinstance(needed, Mapping | bool) else []
             yield _Choice([([absent], ()), ([present, *more], ())], scope, node)
 
-    def _constants(self, node: Mapping[str, Any], own: dict[str, Any]) -> list[tuple[Sequence[Node], Sequence[Node]]]:
-        """Return the alternatives of constants that include arrays or objects, and remove these from `own`."""
-        given = [*own.pop("enum", ())] if "enum" in own else None
-        if "const" in own:
-            constant = own.pop("const")
-            given = [constant] if given is None else [one for one in given if is_equal(one, constant)]
-        if given is None:
+    def _constants(
+        self, node: Mapping[str, Any], keywords: dict[str, Any]
+    ) -> list[tuple[Sequence[Node], Sequence[Node]]]:
+        """Return the alternatives of constants that include arrays or objects, and remove these from `keywords`."""
+        constants = [*keywords.pop("enum", ())] if "enum" in keywords else None
+        if "const" in keywords:
+            constant = keywords.pop("const")
+            constants = [constant] if constants is None else [one for one in constants if is_equal(one, constant)]
+        if constants is None:
             return []
-        scalars = [one for one in given if not isinstance(one, list | tuple | Mapping)]
-        if len(scalars) == len(given):
-            own["enum"] = scalars
+        scalars = [one for one in constants if not isinstance(one, list | tuple | Mapping)]
+        if len(scalars) == len(constants):
+            keywords["enum"] = scalars
             return []
         options: list[Node] = [self.make(node, "scalars", {"enum": scalars})] if scalars else []
-        for idx, one in enumerate(given):
+        for idx, one in enumerate(constants):
             if isinstance(one, list | tuple | Mapping):
                 options.append(self.make(node, f"constant {idx}", _as_schema(one)))
         return [([option], ()) for option in options]

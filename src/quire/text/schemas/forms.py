@@ -120,17 +120,17 @@ class Dropped(NamedTuple):
     """A keyword that was left out because it cannot be enforced.
 
     Args:
-        place: path of the part with the keyword, "" for the root.
+        path: path of the part with the keyword, "" for the root.
         keyword: name of the keyword.
         reason: reason why it cannot be enforced.
     """
 
-    place: str
+    path: str
     keyword: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.place}{': ' if self.place else ''}{self.keyword} cannot be enforced, since {self.reason}"
+        return f"{self.path}{': ' if self.path else ''}{self.keyword} cannot be enforced, since {self.reason}"
 
 
 class NormalSchema(NamedTuple):

@@ -110,73 +110,73 @@ NOT_ENUM = "not enum"
 RESTRICTING = KNOWN | {NOT_ENUM}
 
 
-def read_keywords(node: Mapping[str, Any], place: str, unknown: Container[str] = ()) -> dict[str, Any]:
+def read_keywords(node: Mapping[str, Any], path: str, unknown: Container[str] = ()) -> dict[str, Any]:
     """Return the keywords of a part that restrict values, in their order.
 
     Keywords with the value null are ignored, except `const`; unknown ones are annotations.
 
     Args:
         node: the part.
-        place: its place, for errors.
+        path: its path, for errors.
         unknown: known keywords that count as unknown.
 
     Raises:
         SchemaError: a keyword has a value that it cannot have.
     """
-    found: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     for keyword, value in node.items():
         if keyword not in KNOWN or keyword in unknown or (value is None and keyword != "const"):
             continue
         is_right, allowed = CHECKS.get(keyword, (None, ""))
         if is_right is not None and not is_right(value):
-            raise SchemaError(f"{place}{': ' if place else ''}{keyword} is {allowed}, got {shown(value)}")
-        found[keyword] = int(value) if keyword in COUNTS or keyword == "maxContains" else value
-    return _restricting(found)
+            raise SchemaError(f"{path}{': ' if path else ''}{keyword} is {allowed}, got {shown(value)}")
+        keywords[keyword] = int(value) if keyword in COUNTS or keyword == "maxContains" else value
+    return _restricting(keywords)
 
 
-def _restricting(found: dict[str, Any]) -> dict[str, Any]:
+def _restricting(keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords in the form of draft 2020-12, without keywords that any value meets."""
     for keyword in ("minItems", "minLength", "minProperties"):
-        if found.get(keyword) == 0:
-            del found[keyword]
-    if found.get("format") not in FORMATS.keys() | NOT_ENFORCED:
-        found.pop("format", None)
-    if not found.get("uniqueItems"):
-        found.pop("uniqueItems", None)
+        if keywords.get(keyword) == 0:
+            del keywords[keyword]
+    if keywords.get("format") not in FORMATS.keys() | NOT_ENFORCED:
+        keywords.pop("format", None)
+    if not keywords.get("uniqueItems"):
+        keywords.pop("uniqueItems", None)
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies", "properties", "patternProperties"):
-        if keyword in found and not found[keyword] and keyword != "properties":
-            del found[keyword]
-    _modernise_items(found)
-    _modernise_limits(found)
-    least, most = found.pop("minContains", 1), found.pop("maxContains", None)
-    if "contains" in found:
+        if keyword in keywords and not keywords[keyword] and keyword != "properties":
+            del keywords[keyword]
+    _modernise_items(keywords)
+    _modernise_limits(keywords)
+    least, most = keywords.pop("minContains", 1), keywords.pop("maxContains", None)
+    if "contains" in keywords:
         if least == 0 and most is None:
-            del found["contains"]
+            del keywords["contains"]
         else:
-            found["contains"] = (found["contains"], least, most)
-    if "if" not in found or ("then" not in found and "else" not in found):
+            keywords["contains"] = (keywords["contains"], least, most)
+    if "if" not in keywords or ("then" not in keywords and "else" not in keywords):
         for keyword in ("if", "then", "else"):
-            found.pop(keyword, None)
-    return found
+            keywords.pop(keyword, None)
+    return keywords
 
 
-def _modernise_items(found: dict[str, Any]) -> None:
-    further = found.pop("additionalItems", None)
-    if isinstance(found.get("items"), list | tuple):
-        found["prefixItems"] = found.pop("items")
+def _modernise_items(keywords: dict[str, Any]) -> None:
+    further = keywords.pop("additionalItems", None)
+    if isinstance(keywords.get("items"), list | tuple):
+        keywords["prefixItems"] = keywords.pop("items")
         if further is not None:
-            found["items"] = further
-    if not found.get("prefixItems", True):
-        del found["prefixItems"]
+            keywords["items"] = further
+    if not keywords.get("prefixItems", True):
+        del keywords["prefixItems"]
 
 
-def _modernise_limits(found: dict[str, Any]) -> None:
-    for keyword, own in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        value = found.get(keyword)
+def _modernise_limits(keywords: dict[str, Any]) -> None:
+    for keyword, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        value = keywords.get(keyword)
         if isinstance(value, bool):
-            del found[keyword]
-            if value and own in found:
-                found[keyword] = found.pop(own)
+            del keywords[keyword]
+            if value and inclusive in keywords:
+                keywords[keyword] = keywords.pop(inclusive)
 
 
 def is_trivial(node: Node) -> bool:

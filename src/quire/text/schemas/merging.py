@@ -45,18 +45,18 @@ def merge(parts: Sequence[SchemaPart], states: States) -> list[Form]:
 
 def _types(parts: Sequence[SchemaPart]) -> list[str]:
     """Return the types that all parts allow."""
-    found = [*BASIC_TYPES]
+    types = [*BASIC_TYPES]
     for part in parts:
-        given = part.keywords.get("type")
-        if given is None:
+        allowed = part.keywords.get("type")
+        if allowed is None:
             continue
-        names = {given} if isinstance(given, str) else set(given)
+        names = {allowed} if isinstance(allowed, str) else set(allowed)
         if "number" in names:
             names.add("integer")
         elif "integer" in names:
-            found = ["integer" if kind == "number" else kind for kind in found]
-        found = [kind for kind in found if kind in names]
-    return found
+            types = ["integer" if kind == "number" else kind for kind in types]
+        types = [kind for kind in types if kind in names]
+    return types
 
 
 def _key(value: Any) -> tuple[bool, Any]:
@@ -68,7 +68,11 @@ def _constants(parts: Sequence[SchemaPart], excluded: Constants) -> Constants | 
     lists = [{_key(one): one for one in part.keywords["enum"]} for part in parts if "enum" in part.keywords]
     if not lists:
         return None
-    return {key: one for key, one in lists[0].items() if key not in excluded and all(key in each for each in lists)}
+    return {
+        key: one
+        for key, one in lists[0].items()
+        if key not in excluded and all(key in constants for constants in lists)
+    }
 
 
 def _allows(value: Any, constants: Constants | None, excluded: Constants) -> bool:
@@ -102,7 +106,7 @@ def _numbers(
         above = _limited(ranges[-1], {"exclusiveMinimum": other})
         ranges[-1:] = [_limited(ranges[-1], {"exclusiveMaximum": other}), above]
     try:
-        return [found for one in ranges if (found := enforceable(one)) is not None]
+        return [exact for one in ranges if (exact := enforceable(one)) is not None]
     except SchemaError as error:
         keys = {*LIMIT_KEYS, "enum", NOT_ENUM}
         part, keyword = next((part, key) for part in parts for key in part.keywords if key in keys)
@@ -157,13 +161,13 @@ def _texts(parts: Sequence[SchemaPart], constants: Constants | None, excluded: C
 
 def _arrays(parts: Sequence[SchemaPart], states: States) -> list[Form]:
     """Return the form of an array; none if no array is allowed."""
-    own = [part for part in parts if part.keywords.keys() & {*OF_ARRAYS}]
-    own = [*own, *_unevaluated_items(own, states)]
-    length = max((len(part.keywords.get("prefixItems", ())) for part in own), default=0)
-    prefix = tuple(states.state([*_nodes_at(own, idx)]) for idx in range(length))
-    items = states.state([part.keywords["items"] for part in own if "items" in part.keywords])
-    min_items, max_items = count_limits(own, "minItems", "maxItems")
-    for part in own:
+    array_parts = [part for part in parts if part.keywords.keys() & {*OF_ARRAYS}]
+    array_parts = [*array_parts, *_unevaluated_items(array_parts, states)]
+    length = max((len(part.keywords.get("prefixItems", ())) for part in array_parts), default=0)
+    prefix = tuple(states.state([*_nodes_at(array_parts, idx)]) for idx in range(length))
+    items = states.state([part.keywords["items"] for part in array_parts if "items" in part.keywords])
+    min_items, max_items = count_limits(array_parts, "minItems", "maxItems")
+    for part in array_parts:
         if "contains" in part.keywords:
             states.drop(part.node, "contains", "a grammar does not look for an item")
         if "uniqueItems" in part.keywords and (max_items is None or max_items > 1):

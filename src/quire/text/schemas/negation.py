@@ -58,15 +58,15 @@ def _opposite(schemas: Parts, node: Mapping[str, Any], keyword: str, value: Any,
             return None  # no type has just the numbers that are not integers
         content = {"type": sorted(TYPES - names - {"integer"})}
     elif keyword in ("enum", "const"):
-        given = value if keyword == "enum" else [value]
-        if any(isinstance(one, list | tuple | Mapping) for one in given):
+        constants = value if keyword == "enum" else [value]
+        if any(isinstance(one, list | tuple | Mapping) for one in constants):
             return None
-        content = {NOT_ENUM: list(given)}
+        content = {NOT_ENUM: list(constants)}
     elif keyword == "required":
         content = {"type": "object", "anyOf": [{"properties": {name: False}} for name in value]}
     elif keyword in REFERENCES:
-        found = schemas.resolve(node, keyword)
-        return None if found is None else negated(schemas, found, depth + 1)
+        target = schemas.resolve(node, keyword)
+        return None if target is None else negated(schemas, target, depth + 1)
     elif keyword == "not":
         return value if isinstance(value, Mapping | bool) else None
     elif keyword in ("properties", "allOf", "anyOf"):

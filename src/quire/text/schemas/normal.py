@@ -69,35 +69,35 @@ class _Normaliser:
     def state(self, nodes: Sequence[Node]) -> State:
         """Return the state of a conjunction of schemas."""
         self._count()
-        own = {id(node): node for node in map(self._expander.target, nodes) if not is_trivial(node)}
-        if not own:
+        nodes_by_id = {id(node): node for node in map(self._expander.target, nodes) if not is_trivial(node)}
+        if not nodes_by_id:
             return ANY
-        if any(node is False for node in own.values()):
+        if any(node is False for node in nodes_by_id.values()):
             return NEVER
-        key = self.is_closed, tuple(own)
+        key = self.is_closed, tuple(nodes_by_id)
         if key not in self._numbers:
             self._numbers[key] = len(self._nodes)
-            self._nodes.append(((*own.values(),), self.is_closed))
+            self._nodes.append(((*nodes_by_id.values(),), self.is_closed))
         return self._numbers[key]
 
     def forms(self, state: State) -> tuple[Form, ...]:
         """Return the forms of a state; any value if its forms are being computed, or states nest too deeply."""
         self._count()
-        known = self._forms.get(state)
-        if known is not None:
-            return known
+        cached = self._forms.get(state)
+        if cached is not None:
+            return cached
         if state in self._open or len(self._open) > MAX_NESTED:
             return (Anything(),)
         self._open.append(state)
         nodes, is_closed = self._nodes[state]
         before, self.is_closed = self.is_closed, is_closed
         try:
-            found = self._find(nodes)
+            forms = self._find(nodes)
         finally:
             self.is_closed = before
             self._open.pop()
-        self._forms[state] = found
-        return found
+        self._forms[state] = forms
+        return forms
 
     def is_made(self, node: Node) -> bool:
         """Return whether a schema was made, and is not a part of the document."""
@@ -105,12 +105,12 @@ class _Normaliser:
 
     def drop(self, node: Node, keyword: str, reason: str) -> None:
         """Leave out a keyword that cannot be enforced; raise an error if the schema is strict."""
-        place = self._expander.document.place(node)
+        path = self._expander.document.place(node)
         if self._expander.is_opposite(node):
             # Its path is the path of the negated schema, such as `properties.a.not`.
-            place, _, keyword = place.rpartition(".")
+            path, _, keyword = path.rpartition(".")
             keyword = keyword.partition("[")[0]
-        dropped = Dropped(place, keyword, reason)
+        dropped = Dropped(path, keyword, reason)
         if self._is_strict:
             raise SchemaError(str(dropped))
         self._dropped[dropped] = None
@@ -123,11 +123,11 @@ class _Normaliser:
     # ---- forms ----
 
     def _find(self, nodes: Sequence[Node]) -> tuple[Form, ...]:
-        found: dict[Form, None] = {}
+        forms: dict[Form, None] = {}
         for alternative in self._expand(nodes):
-            found |= dict.fromkeys(self._merged(alternative))
+            forms |= dict.fromkeys(self._merged(alternative))
         anything = Anything()
-        return (anything,) if anything in found else tuple(found)
+        return (anything,) if anything in forms else tuple(forms)
 
     def _expand(self, nodes: Sequence[Node]) -> list[Alternative]:
         try:
@@ -168,9 +168,11 @@ def _possible(states: list[tuple[Form, ...]]) -> list[tuple[Form, ...]]:
     possible: set[State] = set()
     is_growing = True
     while is_growing:
-        found = {state for state, forms in enumerate(states) if any(_is_possible(form, possible) for form in forms)}
-        is_growing = len(found) > len(possible)
-        possible = found
+        next_possible = {
+            state for state, forms in enumerate(states) if any(_is_possible(form, possible) for form in forms)
+        }
+        is_growing = len(next_possible) > len(possible)
+        possible = next_possible
     return [tuple(form for form in forms if _is_possible(form, possible)) for forms in states]
 
 

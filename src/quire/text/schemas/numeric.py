@@ -36,14 +36,14 @@ def enforceable(number: Number) -> Number | None:
     if number.is_integer:
         return _integer(number)
     low, high = _lower(number.minimum), _upper(number.maximum)
-    found = replace(
+    exact = replace(
         number,
         minimum=low,
         maximum=high,
         is_above=number.is_above and low == number.minimum,
         is_below=number.is_below and high == number.maximum,
     )
-    return None if _is_empty(found) else found
+    return None if _is_empty(exact) else exact
 
 
 def is_allowed(number: Number, value: float) -> bool:
@@ -88,8 +88,8 @@ def _integer(number: Number) -> Number | None:
         high = MAX_INTEGER
     if high is not None and high <= -LARGE_INTEGER and low is None:
         low = -MAX_INTEGER
-    found = Number(True, low, high, multiple=number.multiple)
-    return None if _is_empty(found) else found
+    exact = Number(True, low, high, multiple=number.multiple)
+    return None if _is_empty(exact) else exact
 
 
 def _lower(limit: float | None) -> float | None:
@@ -110,9 +110,9 @@ def _upper(limit: float | None) -> float | None:
 
 def _rounded(limit: float, towards: float) -> float:
     """Return the limit itself if it is a float64, else the next float64 in a direction."""
-    found = float(limit)
-    is_inward = found >= limit if towards > 0 else found <= limit
-    return limit if found == limit else found if is_inward else math.nextafter(found, towards)
+    rounded = float(limit)
+    is_inward = rounded >= limit if towards > 0 else rounded <= limit
+    return limit if rounded == limit else rounded if is_inward else math.nextafter(rounded, towards)
 
 
 def _is_empty(number: Number) -> bool:

@@ -20,10 +20,10 @@ MAX_SETS = 64
 
 def objects(parts: Sequence[SchemaPart], states: States) -> list[Object]:
     """Return the forms of an object that meets all parts; none if no object does."""
-    own = [part for part in parts if part.keywords.keys() & {*OF_OBJECTS}]
-    own = [*own, *_unevaluated(own, states)]
-    found = _Members(own, states)
-    return [*_counted(found.object(), own, states)]
+    object_parts = [part for part in parts if part.keywords.keys() & {*OF_OBJECTS}]
+    object_parts = [*object_parts, *_unevaluated(object_parts, states)]
+    members = _Members(object_parts, states)
+    return [*_counted(members.object(), object_parts, states)]
 
 
 def _unevaluated(parts: Sequence[SchemaPart], states: States) -> Iterator[SchemaPart]:
@@ -37,8 +37,8 @@ def _unevaluated(parts: Sequence[SchemaPart], states: States) -> Iterator[Schema
         names = {name: True for keywords in inner for name in keywords.get("properties", ())}
         patterns = {name: True for keywords in inner for name in keywords.get("patternProperties", ())}
         more = {"patternProperties": patterns} if patterns else {}
-        rest = {"additionalProperties": part.keywords["unevaluatedProperties"]}
-        yield SchemaPart({"properties": names, **more, **rest}, part.node, part.owners)
+        additional = {"additionalProperties": part.keywords["unevaluatedProperties"]}
+        yield SchemaPart({"properties": names, **more, **additional}, part.node, part.owners)
 
 
 @dataclass(slots=True)
@@ -62,13 +62,13 @@ class _Members:
         if is_closed or not patterns:
             declared |= dict.fromkeys(required)
         additional = NEVER if is_closed else self.states.state(self._additional())
-        found = Object(
+        merged = Object(
             tuple((name, self.states.state(self._nodes(name))) for name in declared),
             tuple(required),
             patterns,
             additional,
         )
-        return self._with_names(found)
+        return self._with_names(merged)
 
     def _is_closed(self, num_named: int) -> bool:
         """Return whether additional properties are excluded although the schema allows them."""
@@ -83,14 +83,14 @@ class _Members:
         nodes: list[Node] = []
         for part in self.parts:
             declared = part.keywords.get("properties", {})
-            rest = part.keywords.get("additionalProperties", True)
+            additional = part.keywords.get("additionalProperties", True)
             if name in declared:
                 nodes.append(declared[name])
-            elif rest is not True and "patternProperties" in part.keywords:
+            elif additional is not True and "patternProperties" in part.keywords:
                 why = f"it is not known whether a pattern beside it matches {name!r}, which another part declares"
                 self.states.drop(part.node, "additionalProperties", why)
             else:
-                nodes.append(rest)
+                nodes.append(additional)
         return nodes
 
     def _additional(self) -> list[Node]:
@@ -113,44 +113,51 @@ class _Members:
             self.states.drop(having[0].node, "patternProperties", "a name may match several of the patterns")
             nodes.clear()
         for part in self.parts:
-            rest, own = part.keywords.get("additionalProperties", True), part.keywords.get("patternProperties", {})
-            others = [pattern for pattern in nodes if pattern not in {to_rust(one) for one in own if _is_readable(one)}]
-            if rest is not True and own and others:
+            additional, own_patterns = (
+                part.keywords.get("additionalProperties", True),
+                part.keywords.get("patternProperties", {}),
+            )
+            others = [
+                pattern
+                for pattern in nodes
+                if pattern not in {to_rust(one) for one in own_patterns if _is_readable(one)}
+            ]
+            if additional is not True and own_patterns and others:
                 self.states.drop(part.node, "additionalProperties", "another part has patterns of names")
-            elif rest is not True:
+            elif additional is not True:
                 for pattern in others:
-                    nodes[pattern].append(rest)
-        return tuple((pattern, self.states.state(each)) for pattern, each in nodes.items())
+                    nodes[pattern].append(additional)
+        return tuple((pattern, self.states.state(pattern_nodes)) for pattern, pattern_nodes in nodes.items())
 
-    def _with_names(self, found: Object) -> Object:
+    def _with_names(self, merged: Object) -> Object:
         """Return the object with the restrictions of `propertyNames`."""
         having = [part for part in self.parts if "propertyNames" in part.keywords]
         if not having:
-            return found
+            return merged
         forms = self.states.forms(self.states.state([part.keywords["propertyNames"] for part in having]))
         if any(isinstance(form, Anything) or form == Text() for form in forms):
-            return found
+            return merged
         texts = [form for form in forms if isinstance(form, Text)]
         if not texts:
-            return replace(found, properties=tuple((name, NEVER) for name, _ in found.properties), additional=NEVER)
-        if not found.patterns and all(_is_list(text) for text in texts):
-            return self._listed(found, [name for text in texts for name in text.constants or ()])
+            return replace(merged, properties=tuple((name, NEVER) for name, _ in merged.properties), additional=NEVER)
+        if not merged.patterns and all(_is_list(text) for text in texts):
+            return self._listed(merged, [name for text in texts for name in text.constants or ()])
         restrictions = [*texts[0].patterns, *(("length",) if texts[0].min_length or texts[0].max_length else ())]
         is_simple = len(texts) == 1 and texts[0].constants is None and len(restrictions) == 1
-        if found.patterns or found.properties or not is_simple or not self.states.abilities.has_name_patterns:
+        if merged.patterns or merged.properties or not is_simple or not self.states.abilities.has_name_patterns:
             self.states.drop(
                 having[0].node, "propertyNames", "only lists of names, and one pattern of all names, can be"
             )
-            return found
-        return replace(found, names=texts[0])
+            return merged
+        return replace(merged, names=texts[0])
 
-    def _listed(self, found: Object, names: Sequence[str]) -> Object:
+    def _listed(self, merged: Object, names: Sequence[str]) -> Object:
         """Return an object with listed names only."""
-        properties = [(name, state if name in names else NEVER) for name, state in found.properties]
-        known = {name for name, _ in properties}
-        further = [(name, found.additional) for name in dict.fromkeys(names) if name not in known]
-        more = further if found.additional != NEVER else []
-        return replace(found, properties=(*properties, *more), additional=NEVER)
+        properties = [(name, state if name in names else NEVER) for name, state in merged.properties]
+        declared = {name for name, _ in properties}
+        further = [(name, merged.additional) for name in dict.fromkeys(names) if name not in declared]
+        more = further if merged.additional != NEVER else []
+        return replace(merged, properties=(*properties, *more), additional=NEVER)
 
 
 def _is_list(text: Text) -> bool:
@@ -181,37 +188,37 @@ def _beginning(pattern: str) -> str:
     return pattern[: max(length - 1, 0)] if pattern[length : length + 1] in ("*", "?", "{") else pattern[:length]
 
 
-def _counted(found: Object, parts: Sequence[SchemaPart], states: States) -> Iterator[Object]:
+def _counted(merged: Object, parts: Sequence[SchemaPart], states: States) -> Iterator[Object]:
     """Yield objects that together allow exactly the allowed numbers of properties."""
     least, most = count_limits(parts, "minProperties", "maxProperties")
-    num_required = len(found.required)
-    optional = [name for name, state in found.properties if name not in found.required and state != NEVER]
-    is_open = found.additional != NEVER or bool(found.patterns)
+    num_required = len(merged.required)
+    optional = [name for name, state in merged.properties if name not in merged.required and state != NEVER]
+    is_open = merged.additional != NEVER or bool(merged.patterns)
     need = max(least - num_required, 0)
     room = None if most is None else most - num_required
     if room is not None and (room < 0 or room < need):
         return
     if not is_open:
         room = None if room is not None and room >= len(optional) else room
-        yield from _sets(found, optional, need, room, parts, states)
+        yield from _sets(merged, optional, need, room, parts, states)
     elif need > 1:
         states.drop(_having(parts, "minProperties"), "minProperties", "a grammar does not see a name that comes twice")
-        yield found
+        yield merged
     elif optional and room is not None:
         keyword = "maxProperties"
         states.drop(_having(parts, keyword), keyword, "properties that are declared and not required are not counted")
-        yield found
+        yield merged
     elif optional and need:
         for name in optional:
-            yield replace(found, required=(*found.required, name))
-        absent = tuple((name, NEVER if name in optional else state) for name, state in found.properties)
-        yield replace(found, properties=absent, min_others=1)
+            yield replace(merged, required=(*merged.required, name))
+        absent = tuple((name, NEVER if name in optional else state) for name, state in merged.properties)
+        yield replace(merged, properties=absent, min_others=1)
     else:
-        yield replace(found, min_others=need, max_others=room)
+        yield replace(merged, min_others=need, max_others=room)
 
 
 def _sets(
-    found: Object, optional: list[str], need: int, room: int | None, parts: Sequence[SchemaPart], states: States
+    merged: Object, optional: list[str], need: int, room: int | None, parts: Sequence[SchemaPart], states: States
 ) -> Iterator[Object]:
     """Yield a closed object for each set of allowed optional properties, and each set of required ones among them."""
     size = len(optional) if room is None else room
@@ -220,14 +227,14 @@ def _sets(
     if comb(len(optional), size) * comb(size, need) > MAX_SETS:
         keyword = "minProperties" if need else "maxProperties"
         states.drop(_having(parts, keyword), keyword, "there are too many sets of so many properties")
-        yield found
+        yield merged
         return
     for allowed in combinations(optional, size):
         kept = tuple(
-            (name, state if name in allowed or name in found.required else NEVER) for name, state in found.properties
+            (name, state if name in allowed or name in merged.required else NEVER) for name, state in merged.properties
         )
         for needed in combinations(allowed, need):
-            yield replace(found, properties=kept, required=(*found.required, *needed))
+            yield replace(merged, properties=kept, required=(*merged.required, *needed))
 
 
 def _having(parts: Sequence[SchemaPart], keyword: str) -> Node:

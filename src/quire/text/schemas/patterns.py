@@ -92,8 +92,8 @@ def other_than(texts: Iterable[str]) -> str:
             raise SchemaError("the texts that are not allowed are long")
     options = []
     for begin, chars in sorted(followers.items()):
-        rest = f"[^{quoted(''.join(sorted(chars)))}]{ANY_TEXT}" if chars else "(?s:.+)"
-        options.append(f"{quoted(begin)}{rest}")
+        suffix = f"[^{quoted(''.join(sorted(chars)))}]{ANY_TEXT}" if chars else "(?s:.+)"
+        options.append(f"{quoted(begin)}{suffix}")
         if begin not in names:
             options.append(quoted(begin))
     return "|".join(options)
@@ -251,10 +251,10 @@ class _PatternReader:
         if char in NARROW and char:
             self.pos += 1
             return "class", char
-        found = PROPERTY.match(pattern, self.pos)
-        if found is not None:
-            self.pos = found.end()
-            return "property", found[0]
+        match = PROPERTY.match(pattern, self.pos)
+        if match is not None:
+            self.pos = match.end()
+            return "property", match[0]
         code = self._code()
         if code is not None:
             return "char", code
@@ -274,11 +274,11 @@ class _PatternReader:
 
     def _code(self) -> str | None:
         """Read a character's code; two halves of a surrogate pair are one character."""
-        found = CODE.match(self._pattern, self.pos)
-        if found is None:
+        match = CODE.match(self._pattern, self.pos)
+        if match is None:
             return None
-        self.pos = found.end()
-        code = int(found[1] or found[2] or found[3], 16)
+        self.pos = match.end()
+        code = int(match[1] or match[2] or match[3], 16)
         after = LOW_SURROGATE.match(self._pattern, self.pos)
         if 0xD800 <= code < 0xDC00 and after is not None:
             self.pos = after.end()

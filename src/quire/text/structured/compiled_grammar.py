@@ -136,9 +136,9 @@ def _empty_terminal(source: GrammarSource) -> str:
 
 def _without_rule(source: GrammarSource, error: str) -> GrammarSource | None:
     """Return a grammar with the looser rule in place of the rule that an error is about; None if there is none."""
-    found = ERROR_LINE.match(error)
+    match = ERROR_LINE.match(error)
     lines = source.text.split("\n")
-    idx = int(found[1]) - 1 if found is not None and source.kind == "grammar" else len(lines)
+    idx = int(match[1]) - 1 if match is not None and source.kind == "grammar" else len(lines)
     _, _, looser = lines[idx].partition(OR_ELSE) if idx < len(lines) else ("", "", "")
     return source._replace(text="\n".join([*lines[:idx], looser, *lines[idx + 1 :]])) if looser else None
 

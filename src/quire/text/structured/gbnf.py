@@ -39,8 +39,8 @@ def as_lark(text: str) -> str:
         raise ValueError("read as GBNF: there is no rule root")
     numbers: dict[str, str] = {ROOT: ROOT}
 
-    def plain(found: re.Match[str]) -> str:
-        kind, token = found.lastgroup, found[0]
+    def plain(match: re.Match[str]) -> str:
+        kind, token = match.lastgroup, match[0]
         if kind == "name":
             if token not in defined:
                 raise ValueError(f"read as GBNF: there is no rule {token}")
@@ -58,22 +58,22 @@ def as_lark(text: str) -> str:
         raise ValueError(f"read as GBNF: {describe(error)}") from error
 
 
-def _text_char(found: re.Match[str]) -> str:
+def _text_char(match: re.Match[str]) -> str:
     """Return the replacement of an escape in a text; brackets need no escape there."""
-    return found[4] if found[4] in ("[", "]") else _char(found)
+    return match[4] if match[4] in ("[", "]") else _char(match)
 
 
-def _class_char(found: re.Match[str]) -> str:
+def _class_char(match: re.Match[str]) -> str:
     """Return the replacement of an escape in a class, or of an operator on classes in Rust, as a code."""
-    return OPERATORS.get(found[0]) or _char(found)
+    return OPERATORS.get(match[0]) or _char(match)
 
 
-def _char(found: re.Match[str]) -> str:
+def _char(match: re.Match[str]) -> str:
     """Return the character of an escape by code; other escapes, and ASCII characters, which may be syntax, stay."""
-    code = found[1] or found[2] or found[3]
+    code = match[1] or match[2] or match[3]
     if code is None:
-        return found[0]
+        return match[0]
     number = int(code, 16)
     if 0xD800 <= number < 0xE000 or number > 0x10FFFF:
-        raise ValueError(f"read as GBNF: {found[0]} is no character")
+        raise ValueError(f"read as GBNF: {match[0]} is no character")
     return f"\\x{number:02x}" if number < 0x80 else chr(number)

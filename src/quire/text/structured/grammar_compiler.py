@@ -47,14 +47,14 @@ class GrammarCache:
     def find(self, source: GrammarSource) -> HeldGrammar | None:
         """Return a grammar if it is cached and not lost with its process, else None."""
         with self._lock:
-            known = self._known.get(source)
-            return None if known is None or not known.is_held else self._touch(source, known)
+            cached = self._known.get(source)
+            return None if cached is None or not cached.is_held else self._touch(source, cached)
 
     def add(self, source: GrammarSource, grammar: HeldGrammar) -> HeldGrammar:
         """Add a newly compiled grammar and return it, or the grammar that another thread has added meanwhile."""
-        known = self.find(source)
-        if known is not None:
-            return known
+        cached = self.find(source)
+        if cached is not None:
+            return cached
         with self._lock:
             self._known[source] = grammar
             return self._touch(source, grammar)
@@ -104,9 +104,9 @@ class GrammarCompiler:
             UnsupportedFeature: the package `llguidance` is missing, or cannot read the tokenizer.
             WorkerError: a process does not start, or has ended.
         """
-        known = self.find(wanted)
-        if known is not None:
-            return known
+        cached = self.find(wanted)
+        if cached is not None:
+            return cached
         check_installed()
         source = wanted.source
         allowed = f"{WANTED[source.kind]} that compiles"
@@ -127,8 +127,8 @@ class GrammarCompiler:
         """
         if wanted is None:
             return None
-        known = self.find(wanted)
-        return known if known is not None else await self._threads.run(partial(self.open, wanted))
+        cached = self.find(wanted)
+        return cached if cached is not None else await self._threads.run(partial(self.open, wanted))
 
     def close(self) -> None:
         """End all processes."""

@@ -86,20 +86,20 @@ def _compile_all(
 
     The answer to a compilation contains an error or None, and warnings to log.
     """
-    held: defaultdict[GrammarSource, list[Grammar]] = defaultdict(list)
+    references: defaultdict[GrammarSource, list[Grammar]] = defaultdict(list)
     records: SimpleQueue[logging.LogRecord] = SimpleQueue()
     logging.getLogger().addHandler(QueueHandler(records))
     while True:
         kind, source = changes.get()
         if kind == RELEASE:
-            held[source].pop()
-            if not held[source]:
-                del held[source]
+            references[source].pop()
+            if not references[source]:
+                del references[source]
             continue
         error = None
         try:
             grammar = grammars.find(source)
-            held[source].append(grammar)
+            references[source].append(grammar)
         except Exception as failure:
             error = str(failure) or describe(failure)
         warnings = [records.get().getMessage() for _ in range(records.qsize())]

@@ -63,8 +63,8 @@ class CompiledGrammars:
 
     def find(self, source: GrammarSource) -> Grammar:
         """Return a grammar; compile it if no reference to it exists."""
-        known = self._known.get(source)
-        if known is not None:
-            return known
+        cached = self._known.get(source)
+        if cached is not None:
+            return cached
         grammar = Grammar(compile_grammar(self._tokenizer, source), self._tokenizer, GrammarBudget(self._vocab_size))
         return self._known.setdefault(source, grammar)

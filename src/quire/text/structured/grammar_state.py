@@ -66,11 +66,13 @@ class GrammarState:
 
     def is_prefix_of(self, token_ids: list[int]) -> bool:
         """Return whether an output begins with all tokens of this one."""
-        known = self.token_ids
-        num_known = len(known)
+        prefix = self.token_ids
+        prefix_len = len(prefix)
         # The last token is compared first: most beams differ there.
         return (
-            num_known <= len(token_ids) and known[-1:] == token_ids[:num_known][-1:] and known == token_ids[:num_known]
+            prefix_len <= len(token_ids)
+            and prefix[-1:] == token_ids[:prefix_len][-1:]
+            and prefix == token_ids[:prefix_len]
         )
 
     # ---- tokens ----
@@ -87,12 +89,12 @@ class GrammarState:
             ),
             len(token_ids),
         )
-        rest = token_ids[same - start :]
-        if not self._roll_back(len(self.token_ids) - same) or not rest:
+        new_ids = token_ids[same - start :]
+        if not self._roll_back(len(self.token_ids) - same) or not new_ids:
             return
         self._account.start()
-        for idx in range(0, len(rest), RUN_PART):
-            part = rest[idx : idx + RUN_PART]
+        for idx in range(0, len(new_ids), RUN_PART):
+            part = new_ids[idx : idx + RUN_PART]
             if self._advance(part) < len(part):
                 self.error = DEAD_END
             if not self._charge(len(part)):
@@ -108,14 +110,14 @@ class GrammarState:
         limit = len(run) + MAX_RUN
         while len(run) < limit:
             forced, idx = self._forced[-1]
-            rest = forced[idx : idx + min(limit - len(run), RUN_PART)]
-            num_taken = self._advance(rest)
-            run += rest[:num_taken]
-            if num_taken < len(rest):
-                if rest[num_taken] in self._end_token_ids and self.position >= self._first_end:
-                    run.append(rest[num_taken])
+            part = forced[idx : idx + min(limit - len(run), RUN_PART)]
+            num_taken = self._advance(part)
+            run += part[:num_taken]
+            if num_taken < len(part):
+                if part[num_taken] in self._end_token_ids and self.position >= self._first_end:
+                    run.append(part[num_taken])
                 break
-            if not rest or not self._charge(num_taken):
+            if not part or not self._charge(num_taken):
                 break
         return tuple(run)
 

@@ -138,8 +138,8 @@ class _MaskedPart:
         if not is_sampled:
             return None
         start = max(item.start, num_prompt)
-        known = tuple(item.token_ids[start - item.start : num_certain])
-        return MaskJob(item.seq_id, start - num_prompt, known, draft, True)
+        certain = tuple(item.token_ids[start - item.start : num_certain])
+        return MaskJob(item.seq_id, start - num_prompt, certain, draft, True)
 
     def _fail(self, error: str) -> None:
         """Fail all open sequences: their states are lost."""
@@ -196,13 +196,13 @@ class GrammarStates:
             if not part.open:
                 continue
             # An item with several samples is left out: each sample becomes a new sequence with its own state.
-            own = [
+            indices = [
                 idx
                 for idx, (item, result) in enumerate(zip(items, results, strict=True))
                 if item.seq_id in part.open and result.error is None and item.num_samples == 1
             ]
-            appended = part.append([(items[idx].seq_id, tuple(results[idx].token_ids)) for idx in own])
-            for idx, (token_ids, error) in zip(own, appended, strict=True):
+            appended = part.append([(items[idx].seq_id, tuple(results[idx].token_ids)) for idx in indices])
+            for idx, (token_ids, error) in zip(indices, appended, strict=True):
                 result = results[idx]
                 if error is not None:
                     extended[idx] = ItemResult(items[idx].seq_id, (), error=error, is_own_fault=True)

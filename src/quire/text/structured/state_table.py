@@ -131,8 +131,8 @@ class StateTable:
         # A sibling's matcher has consumed these tokens already. Equal parameters, seeds and lengths of prompts make no
         # sibling: the prompt decides whether the output begins inside thinking.
         has_siblings = bool(output) and constraint.arrival is not None
-        known = (*self._open.values(), *finished) if has_siblings else ()
-        family = [one for one in known if one.arrival == constraint.arrival]
+        states = (*self._open.values(), *finished) if has_siblings else ()
+        family = [one for one in states if one.arrival == constraint.arrival]
         siblings = [one for one in family if one.error is None and one.is_prefix_of(output)]
         nearest = max(siblings, key=lambda one: len(one.token_ids), default=None)
         if nearest is not None:

@@ -148,8 +148,8 @@ class _RunCharacters:
             return REPLACEMENT * len(run)
 
     def end(self) -> str:
-        held, self._pending, self._is_broken = self._pending, b"", False
-        return REPLACEMENT * len(held)
+        pending, self._pending, self._is_broken = self._pending, b"", False
+        return REPLACEMENT * len(pending)
 
     def fork(self) -> _RunCharacters:
         return copy(self)

@@ -61,8 +61,8 @@ def ends_by_text(control: Mapping[int, str], added: Mapping[int, str], texts: Co
     every = {*control.values(), *added.values()}
     other = {text for text, beside in EXCEPTIONS.items() if any(all_of <= every for all_of in beside)}
     meant = every.intersection(texts) - other
-    found = {token_id: text for token_id, text in control.items() if text in meant}
-    return found | {token_id: text for token_id, text in added.items() if text in meant - CONTROL_ONLY}
+    ends = {token_id: text for token_id, text in control.items() if text in meant}
+    return ends | {token_id: text for token_id, text in added.items() if text in meant - CONTROL_ONLY}
 
 
 def describe(ends: Collection[EndToken]) -> str:

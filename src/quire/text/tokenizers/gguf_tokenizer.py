@@ -92,7 +92,11 @@ def named_ends(fields: Mapping[str, Any]) -> Iterator[int]:
     """Yield the ids that the metadata of a file names as end tokens."""
     ids = (fields.get(f"{PREFIX}{name}_token_id") for name in ENDS)
     tokens = tokens_of(fields)
-    return (each for each in ids if type(each) is int and each >= 0 and (each < len(tokens) or not tokens))
+    return (
+        token_id
+        for token_id in ids
+        if type(token_id) is int and token_id >= 0 and (token_id < len(tokens) or not tokens)
+    )
 
 
 def end_texts(fields: Mapping[str, Any]) -> dict[int, str]:
@@ -100,12 +104,12 @@ def end_texts(fields: Mapping[str, Any]) -> dict[int, str]:
     tokens, types = tokens_of(fields), fields.get(f"{PREFIX}token_type")
     if not isinstance(types, list):  # a file without types has no other sign of control tokens than their texts
         types = [CONTROL] * len(tokens)
-    known = END_TEXTS | FILL_TEXTS
+    known_texts = END_TEXTS | FILL_TEXTS
     texts: dict[int, dict[int, str]] = {CONTROL: {}, USER_DEFINED: {}}
     for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False)):
-        if token in known and kind in texts:
+        if token in known_texts and kind in texts:
             texts[kind][token_id] = token
-    return ends_by_text(texts[CONTROL], texts[USER_DEFINED], known)
+    return ends_by_text(texts[CONTROL], texts[USER_DEFINED], known_texts)
 
 
 def tokens_of(fields: Mapping[str, Any]) -> list[Any]:
@@ -151,10 +155,10 @@ def _name_of_pre_tokenizer(
     if name != UNNAMED:
         near = [*near_names(name)]
         hint = f"did you mean {' or '.join(near)}? Known are" if near else "known are"
-        known = f"{shown(name)}, an unknown pre-tokenizer; {hint} {', '.join(PRE_TOKENIZERS)}"
+        problem = f"{shown(name)}, an unknown pre-tokenizer; {hint} {', '.join(PRE_TOKENIZERS)}"
         if wanted is not None:
-            raise ConfigError(f"tokenizer_pre is {known}", field="tokenizer_pre")
-        raise UnsupportedModel(f"{path}: {key} is {known}; the option tokenizer_pre chooses one of these", field=key)
+            raise ConfigError(f"tokenizer_pre is {problem}", field="tokenizer_pre")
+        raise UnsupportedModel(f"{path}: {key} is {problem}; the option tokenizer_pre chooses one of these", field=key)
     family = family_of(len(vocabulary.tokens), {*vocabulary.of_type(CONTROL), *vocabulary.of_type(USER_DEFINED)})
     if family is not None:
         logger.info("%s: %s is missing; the vocabulary is that of %s", path, key, family)

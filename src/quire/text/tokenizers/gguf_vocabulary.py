@@ -101,8 +101,8 @@ class GGUFVocabulary:
             if 0 <= token_id < count and self.tokens[token_id]:
                 return self.tokens[token_id]
             self.warn(f"{key} is {token_id:,}, which is none of the {count:,} tokens: it is ignored")
-        known = None if default is None else self.ids.get(default)
-        return None if known is None or self.types[known] not in (CONTROL, UNKNOWN) else default
+        default_id = None if default is None else self.ids.get(default)
+        return None if default_id is None or self.types[default_id] not in (CONTROL, UNKNOWN) else default
 
     def add_special_tokens(self, library: tokenizers.Tokenizer, *, strips: bool) -> None:
         """Have texts of control and user-defined tokens matched before the pre-tokenizer runs."""

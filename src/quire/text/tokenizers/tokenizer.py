@@ -140,7 +140,7 @@ class Tokenizer:
 
     def differs_at(self, other: Tokenizer) -> int | None:
         """Return the lowest token id that differs between two tokenizers, or exists in one only; None if none does."""
-        mine, theirs = (each._library.get_vocab(with_added_tokens=True) for each in (self, other))
+        mine, theirs = (tokenizer._library.get_vocab(with_added_tokens=True) for tokenizer in (self, other))
         return min((token_id for _, token_id in mine.items() ^ theirs.items()), default=None)
 
     def encode(
@@ -235,8 +235,8 @@ class Tokenizer:
             InvalidParameter: an id is negative or has more than 32 bits, or the tokenizer fails.
         """
         try:
-            known = [self._doubles.get(token_id, token_id) for token_id in ids] if self._doubles else ids
-            (text,) = guarded(self._library.decode_batch, [known], skip_special_tokens=skip_special_tokens)
+            canonical_ids = [self._doubles.get(token_id, token_id) for token_id in ids] if self._doubles else ids
+            (text,) = guarded(self._library.decode_batch, [canonical_ids], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise InvalidParameter("token_ids", ids, f"integers from 0 to {MAX_TOKEN_ID}") from error
         except Exception as error:

@@ -37,10 +37,10 @@ class FileVersion(NamedTuple):
     def of(cls, path: Path) -> FileVersion | None:
         """Return the present version of a file; None if it does not exist."""
         try:
-            found = path.stat()
+            stat = path.stat()
         except OSError:
             return None
-        return cls(str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ino)
+        return cls(str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 class JsonSource(NamedTuple):

@@ -83,14 +83,14 @@ def _normal_form(text: str, name: str, is_strict: bool, abilities: Abilities) ->
     # Arguments are an object, even if the schema has no type.
     schema = {"type": "object", **json.loads(text)}
     try:
-        found = normalise(schema, is_closed=True, is_strict=is_strict, abilities=abilities)
+        normal = normalise(schema, is_closed=True, is_strict=is_strict, abilities=abilities)
     except UnenforceableSchema as error:
         if is_strict:
             raise
         logger.warning("the schema of the tool %s is not enforced, since %s", name, error)
         return ANY_ARGUMENTS
-    if found.dropped:
-        named = "; ".join(shown(str(one)) for one in found.dropped[:MAX_NAMED])
-        more = f"; and {len(found.dropped) - MAX_NAMED} more" if len(found.dropped) > MAX_NAMED else ""
+    if normal.dropped:
+        named = "; ".join(shown(str(one)) for one in normal.dropped[:MAX_NAMED])
+        more = f"; and {len(normal.dropped) - MAX_NAMED} more" if len(normal.dropped) > MAX_NAMED else ""
         logger.warning("the schema of the tool %s is enforced without some keywords: %s%s", name, named, more)
-    return found
+    return normal

@@ -94,18 +94,18 @@ def read_object(text: str) -> dict[str, Any] | None:
 def _member(text: str, wanted: str) -> str:
     """Return the unchanged text of a member's value in a valid JSON object; the last one of a repeated key."""
     decode = json.JSONDecoder().raw_decode
-    found = ""
+    value = ""
     pos = _past_space(text, text.index("{") + 1)
     while text[pos] != "}":
         key, pos = decode(text, pos)
         begin = _past_space(text, _past_space(text, pos) + 1)
         _, end = decode(text, begin)
         if key == wanted:
-            found = text[begin:end]
+            value = text[begin:end]
         pos = _past_space(text, end)
         if text[pos] == ",":
             pos = _past_space(text, pos + 1)
-    return found
+    return value
 
 
 def _past_space(text: str, pos: int) -> int:

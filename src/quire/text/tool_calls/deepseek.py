@@ -88,9 +88,9 @@ class DeepSeek:
         bracket = yield from incoming.literal(after, "{")
         is_fenced = bracket is None
         if bracket is None:
-            found = yield from incoming.past_space(after)
-            assert found is not None
-            begin = found
+            name_pos = yield from incoming.past_space(after)
+            assert name_pos is not None
+            begin = name_pos
             end = yield from incoming.name(begin)
             if end is not None and end < len(incoming.text):
                 reader.note_name(incoming.text[begin:end])

@@ -73,9 +73,9 @@ def json_rule(schema: PlainSchema) -> str:
     return f"%json {json.dumps({**schema.schema, 'x-guidance': LAYOUT | schema.layout}, ensure_ascii=False)}"
 
 
-def _in_rule(found: re.Match[str]) -> str:
+def _in_rule(match: re.Match[str]) -> str:
     """Return a part of a regular expression, escaped for a rule."""
-    return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(found[0][-1], found[0])
+    return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(match[0][-1], match[0])
 
 
 def marker(text: str, tokens: Mapping[str, int]) -> str:
@@ -87,7 +87,7 @@ def object_calls(rules: CallRules, key: str) -> list[str]:
     """Return the rules of `object`: a JSON object with a name and, under a key, arguments that match the schema."""
     # Lexemes are tokens of JSON. The lexer takes the longest one, so longer lexemes would exclude other JSON objects.
     parts = [["{", '"name"', ": ", f'"{function.name}"', ", ", f'"{key}"', ": "] for function in rules.functions]
-    heads = (" ".join(map(literal, each)) for each in parts)
+    heads = (" ".join(map(literal, lexemes)) for lexemes in parts)
     options = (f'{head} args_{idx} "}}"' for idx, head in enumerate(heads))
     return [f"object: {' | '.join(options)}", *arguments(rules)]
 

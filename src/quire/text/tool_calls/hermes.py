@@ -43,10 +43,10 @@ class Hermes:
             end = yield from stream_call(incoming, pos, reader)
             closed = None if end is None else (yield from incoming.literal(end, CLOSE, may_be_cut=True))
             return end if closed is None else closed
-        found = yield from whole_call(incoming, pos, reader.functions)
-        closed = None if found is None else (yield from incoming.literal(found[1], CLOSE, may_be_cut=True))
-        if found is not None and closed is not None:
-            yield reader.whole_call(*found[0])
+        reading = yield from whole_call(incoming, pos, reader.functions)
+        closed = None if reading is None else (yield from incoming.literal(reading[1], CLOSE, may_be_cut=True))
+        if reading is not None and closed is not None:
+            yield reader.whole_call(*reading[0])
         return closed
 
     def grammar(self, rules: CallRules) -> str:

@@ -52,10 +52,10 @@ class Incoming:
         begin = yield from self.past_space(pos)
         assert begin is not None
         while True:
-            there = self.text[begin : begin + len(wanted)]
-            if there == wanted:
+            chars = self.text[begin : begin + len(wanted)]
+            if chars == wanted:
                 return begin + len(wanted)
-            if not wanted.startswith(there):
+            if not wanted.startswith(chars):
                 return None
             if self.is_ended:
                 return len(self.text) if may_be_cut else None

@@ -29,10 +29,10 @@ def stream_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
     begin = yield from incoming.literal(pos, "{")
     if begin is None:
         return None
-    found = yield from _head(incoming, begin, reader)
-    if found is None:
+    head = yield from _head(incoming, begin, reader)
+    if head is None:
         return None
-    name, begin = found
+    name, begin = head
     end = yield from stream_arguments(incoming, begin, reader, name)
     assert end is not None
     closed = yield from incoming.literal(end, "}", may_be_cut=True)
@@ -73,11 +73,11 @@ def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str
             if end is None:
                 return None if is_first else pos
         else:
-            found = yield from whole_call(incoming, pos, reader.functions)
-            if found is None:
+            reading = yield from whole_call(incoming, pos, reader.functions)
+            if reading is None:
                 return None
-            calls.append(found[0])
-            end = found[1]
+            calls.append(reading[0])
+            end = reading[1]
         is_first = False
         after = yield from incoming.past_space(end)
         assert after is not None

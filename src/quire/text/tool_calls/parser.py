@@ -65,9 +65,9 @@ class CallReader:
         """True while a call of a known function has a name, but no arguments yet."""
         return self._named is not None
 
-    def cut(self, rest: str) -> Iterator[CallDelta]:
+    def cut(self, remainder: str) -> Iterator[CallDelta]:
         """Yield a call that the end of the output truncates before its arguments, if its name is known."""
-        self.is_cut = self.is_cut or bool(rest.strip(JSON_SPACE))
+        self.is_cut = self.is_cut or bool(remainder.strip(JSON_SPACE))
         if self._named is not None:
             self.num_calls += 1
             yield CallDelta(self.num_calls - 1, self._named)
@@ -178,14 +178,14 @@ def _content(
         if begin >= 0:
             return begin - len(content)
         if incoming.is_ended:
-            rest = incoming.consume(len(incoming.text))
+            remainder = incoming.consume(len(incoming.text))
             if reader.is_required:
                 # A part of the marker is the beginning of a truncated call.
-                begun = rest[len(rest) - _begun(rest, marker) :]
+                begun = remainder[len(remainder) - _begun(remainder, marker) :]
                 yield from reader.cut(begun)
-                rest = rest.removesuffix(begun)
-            if rest.strip(JSON_SPACE) or not (is_after_call or reader.is_required):
-                yield rest
+                remainder = remainder.removesuffix(begun)
+            if remainder.strip(JSON_SPACE) or not (is_after_call or reader.is_required):
+                yield remainder
             return None
         yield None
 

@@ -46,23 +46,23 @@ class ToolChoice:
     is_named: bool = False
 
 
-def read_tools(given: object) -> list[Tool]:
+def read_tools(value: object) -> list[Tool]:
     """Parse `tools`; None is an empty list."""
-    if given is None:
+    if value is None:
         return []
-    if not isinstance(given, list | tuple):
-        raise InvalidParameter("tools", given, "a list of tools")
-    if len(given) > MAX_TOOLS:
-        raise InvalidParameter("tools", f"{len(given)} tools", f"at most {MAX_TOOLS} tools")
+    if not isinstance(value, list | tuple):
+        raise InvalidParameter("tools", value, "a list of tools")
+    if len(value) > MAX_TOOLS:
+        raise InvalidParameter("tools", f"{len(value)} tools", f"at most {MAX_TOOLS} tools")
     try:
-        num_chars = len(json.dumps(given, ensure_ascii=False))
+        num_chars = len(json.dumps(value, ensure_ascii=False))
     except RecursionError as error:
         raise InvalidParameter("tools", "deeply nested tools", "nested less deeply") from error
     except (TypeError, ValueError) as error:
         raise InvalidParameter("tools", "tools", f"what JSON can hold ({error})") from error
     if num_chars > MAX_TOOLS_CHARS:
         raise InvalidParameter("tools", f"{num_chars} characters", f"at most {MAX_TOOLS_CHARS} characters of JSON")
-    tools = [_read_tool(tool, f"tools[{idx}]") for idx, tool in enumerate(given)]
+    tools = [_read_tool(tool, f"tools[{idx}]") for idx, tool in enumerate(value)]
     seen: set[str] = set()
     for idx, tool in enumerate(tools):
         if tool.function.name in seen:
@@ -119,10 +119,10 @@ def _find(named: dict[str, Any], where: str, functions: Sequence[Function]) -> F
     if inner is not None and not isinstance(inner, dict):
         raise InvalidParameter(f"{where}.function", inner, "an object with a name")
     name = None if inner is None else inner.get("name")
-    found = [function for function in functions if function.name == name]
-    if not found:
+    matches = [function for function in functions if function.name == name]
+    if not matches:
         raise InvalidParameter(f"{where}.function.name", name, "the name of one of the tools")
-    return found[0]
+    return matches[0]
 
 
 def _read_tool(tool: object, where: str) -> Tool:

@@ -75,9 +75,9 @@ class ToolUse:
         """Return the error of a grammar that does not compile, with the field and value that the client sent."""
         if error.field != "structured_outputs.grammar" or not self.is_forced:
             return error
-        found = COMPILE_ERROR.search(error.allowed)
-        why = error.allowed.partition(": ")[2] if found is None else found[2]
-        line = "" if found is None else "".join(grammar.split("\n")[int(found[1]) - 1 : int(found[1])])
+        match = COMPILE_ERROR.search(error.allowed)
+        why = error.allowed.partition(": ")[2] if match is None else match[2]
+        line = "" if match is None else "".join(grammar.split("\n")[int(match[1]) - 1 : int(match[1])])
         rule = FUNCTION_RULE.match(line)
         if rule is not None and int(rule[1]) < len(self.rules.functions):
             function = self.rules.functions[int(rule[1])]
@@ -128,9 +128,9 @@ class ToolModel:
             InvalidParameter: no such format.
         """
         option = "tool_call_parser"
-        found = find_parser(option, name, ("auto", *FORMATS))
+        parser = find_parser(option, name, ("auto", *FORMATS))
         template = None if tokenizer is None else tokenizer.chat_template
-        form = None if template is None else choose_format(found, template.for_tools.source)
+        form = None if template is None else choose_format(parser, template.for_tools.source)
         return cls(tokenizer, form, vocab_size, option)
 
     def read(self, tools: object, tool_choice: object, parallel_tool_calls: object) -> ToolUse | None:
@@ -143,10 +143,10 @@ class ToolModel:
             InvalidParameter: naming the field.
             UnsupportedFeature: the model does not support tools, or calls are required and llguidance is missing.
         """
-        known = read_tools(tools)
+        parsed_tools = read_tools(tools)
         if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
             raise InvalidParameter("parallel_tool_calls", parallel_tool_calls, "true or false")
-        choice = read_choice(tool_choice, [tool.function for tool in known])
+        choice = read_choice(tool_choice, [tool.function for tool in parsed_tools])
         if not choice.functions:
             return None
         tokenizer, form = self._require()
@@ -164,7 +164,7 @@ class ToolModel:
             text_tokens=text_tokens(tokenizer, form.marker, self.vocab_size),
         )
         marker_ids = tuple(token_id for token_id in tokens.values() if token_id in tokenizer.special_ids)
-        definitions = [tool.definition for tool in known]
+        definitions = [tool.definition for tool in parsed_tools]
         return ToolUse(definitions, rules, form, choice.is_named, can_force, marker_ids)
 
     def _require(self) -> tuple[Tokenizer, ToolFormat]:

@@ -92,7 +92,7 @@ class ValueRules:
         """Return the name of the rule for the members of an object, without its brackets."""
         properties = [(key, state) for key, state in form.properties if self.schema.forms(state)]
         if syntax.is_sorted:
-            properties.sort(key=lambda each: each[0].lower())
+            properties.sort(key=lambda item: item[0].lower())
         name = f"{self.new_name('m')}_"
         comma = literal(syntax.comma)
         # `first` begins the object at a member, `rest` continues it there.
@@ -157,15 +157,15 @@ class ValueRules:
             if not self.schema.forms(state):  # there is no such item, and none after it
                 length, most = idx, idx if most is None else min(idx, most)
                 break
-        rest = ""
+        expression = ""
         if self.schema.forms(form.items) and (most is None or most > length):
             item, low = self.value(form.items), max(form.min_items - length, 0)
             high = None if most is None else most - length
-            rest = repeated(f"{comma} {item}", low, high) if length else _separated(item, comma, low, high)
+            expression = repeated(f"{comma} {item}", low, high) if length else _separated(item, comma, low, high)
         for idx in reversed(range(length if most is None else min(length, most))):
-            rest = f"{f'{comma} ' if idx else ''}{self.value(form.prefix[idx])} {rest}"
-            rest = rest if idx < form.min_items else f"({rest})?"
-        return rest
+            expression = f"{f'{comma} ' if idx else ''}{self.value(form.prefix[idx])} {expression}"
+            expression = expression if idx < form.min_items else f"({expression})?"
+        return expression
 
     def other_key(self, syntax: ValueSyntax, keys: Sequence[str]) -> str:
         """Return the name of the terminal for a key that is not declared."""
@@ -211,8 +211,8 @@ def _separated(part: str, separator: str, least: int, most: int | None) -> str:
     """Return the expression of a part that is repeated, with a separator between; "" if it may not occur."""
     if most == 0:
         return ""
-    rest = repeated(f"{separator} {part}", max(least - 1, 0), None if most is None else most - 1)
-    return f"{part} {rest}" if least else f"({part} {rest})?"
+    repetition = repeated(f"{separator} {part}", max(least - 1, 0), None if most is None else most - 1)
+    return f"{part} {repetition}" if least else f"({part} {repetition})?"
 
 
 def _json(schema: Mapping[str, object]) -> str:

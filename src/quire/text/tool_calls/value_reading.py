@@ -102,8 +102,8 @@ class ValueReader:
         begin = yield from incoming.past_space(pos)
         assert begin is not None
         if incoming.text[begin : begin + 1] in ('"', "'", "<"):
-            found = yield from self.string(incoming, begin)
-            return None if found is None else (json.loads(found[0]), found[1])
+            key = yield from self.string(incoming, begin)
+            return None if key is None else (json.loads(key[0]), key[1])
         if not self.bare_key:
             return None
         end = yield from incoming.matching(begin, re.compile(self.bare_key), MAX_ATOM_CHARS)
@@ -120,11 +120,11 @@ class ValueReader:
                 if comma is None:
                     return None
                 pos = comma
-            found = yield from self.value(incoming, pos, depth + 1)
-            if found is None:
+            item = yield from self.value(incoming, pos, depth + 1)
+            if item is None:
                 return None
-            items.append(found[0])
-            pos = found[1]
+            items.append(item[0])
+            pos = item[1]
 
     def _object(self, incoming: Incoming, pos: int, depth: int) -> ValueReading:
         members: list[str] = []
@@ -137,10 +137,10 @@ class ValueReader:
                 if comma is None:
                     return None
                 pos = comma
-            found = yield from self.member(incoming, pos, ":", depth + 1)
-            if found is None:
+            member = yield from self.member(incoming, pos, ":", depth + 1)
+            if member is None:
                 return None
-            key, value, pos = found
+            key, value, pos = member
             members.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
 
     def member(
@@ -161,10 +161,10 @@ class ValueReader:
             if closed is not None:
                 return closed
             comma = pos if is_first else (yield from incoming.literal(pos, ","))
-            found = None if comma is None else (yield from self.member(incoming, comma, colon))
-            if found is None:
+            member = None if comma is None else (yield from self.member(incoming, comma, colon))
+            if member is None:
                 return None
-            key, value, pos = found
+            key, value, pos = member
             yield from writer.member(key, value)
             is_first = False
 

@@ -32,8 +32,8 @@ def model_tokens(library: Any) -> list[str]:
     `get_vocab` holds the interpreter lock for all of them: 0.2 s for 262,144 tokens.
     """
     model, size = library.model, library.get_vocab_size(with_added_tokens=False)
-    found = [token for token_id in range(2 * size) if (token := model.id_to_token(token_id)) is not None]
-    return found if len(found) == size else list(library.get_vocab(with_added_tokens=False))
+    tokens = [token for token_id in range(2 * size) if (token := model.id_to_token(token_id)) is not None]
+    return tokens if len(tokens) == size else list(library.get_vocab(with_added_tokens=False))
 
 
 def added_tokens(library: Any) -> Iterator[tuple[str, str]]:

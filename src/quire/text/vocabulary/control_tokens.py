@@ -79,7 +79,7 @@ class AddedTokens:
         tokens = self._special | written
         edges = "".join(sorted({char for token in tokens for char in (token.strip()[0], token.strip()[-1])}))
         interiors = tuple(sorted(_interiors(tokens, literals)))
-        if len(edges) + len({each[0] for each in interiors}) > MAX_CHARS:
+        if len(edges) + len({interior[0] for interior in interiors}) > MAX_CHARS:
             raise RequestError(f"the model's special tokens begin or end with more than {MAX_CHARS} characters")
         marked = MarkedTexts(edges, interiors)
         return ControlTokens(
@@ -94,7 +94,7 @@ def _is_framed(token: str) -> bool:
 def _interiors(tokens: frozenset[str], literals: Sequence[str]) -> set[str]:
     """Return the texts that become a token between two literals, such as `im_end` between `<|` and `|>`."""
     ends, begins = ("".join(f"{END}{literal}{END}" for literal in literals),) * 2
-    first_chars, last_chars = {each[:1] for each in literals}, {each[-1:] for each in literals}
+    first_chars, last_chars = {literal[:1] for literal in literals}, {literal[-1:] for literal in literals}
     before = {token: [i for i in range(1, len(token) - 1) if token[i - 1] in last_chars] for token in tokens}
     after = {token: [i for i in range(2, len(token)) if token[i] in first_chars] for token in tokens}
     is_end = lru_cache(maxsize=None)(lambda part: part + END in ends)
@@ -119,7 +119,7 @@ def longest_of(texts: Sequence[str], depth: int = 0) -> str:
     for text in texts:
         if text:
             rests.setdefault(text[0], []).append(text[1:])
-    branches = [re.escape(char) + longest_of(rest, depth + 1) for char, rest in sorted(rests.items())]
+    branches = [re.escape(char) + longest_of(suffixes, depth + 1) for char, suffixes in sorted(rests.items())]
     if not branches:
         return "" if texts else "(?!)"
     return f"(?:{'|'.join(branches)})" + ("?" if "" in texts else "")

@@ -64,8 +64,8 @@ class Cuts:
     def find(self, text: str, start: int, end: int) -> int | None:
         """Return the first position in `[start, end)` at which a text can be cut, or None."""
         for begin in range(start, end, PART_CHARS):
-            found = CANDIDATE.finditer(text, max(begin - 1, 0), min(begin + PART_CHARS, end))
-            for _, match in zip(range(MAX_TRIES), found, strict=False):
+            matches = CANDIDATE.finditer(text, max(begin - 1, 0), min(begin + PART_CHARS, end))
+            for _, match in zip(range(MAX_TRIES), matches, strict=False):
                 pos = match.end()
                 a, b = text[pos - 1], text[pos]
                 if pos >= start and self.can_cut(a, b) and self.can_cut(self.lead, b):
@@ -185,12 +185,12 @@ def _divisions(steps: list[dict[str, Any]]) -> Callable[[str, str], tuple[bool, 
 
     def divide(a: str, b: str) -> tuple[bool, Pair] | None:
         for idx, division in enumerate(divisions):
-            found = division(a, b)
-            if found is None or found[0]:
-                return found
+            outcome = division(a, b)
+            if outcome is None or outcome[0]:
+                return outcome
             if idx > last_bytes:  # expressions are not analysed for characters that represent bytes
                 return None
-            a, b = found[1]
+            a, b = outcome[1]
         return False, (a, b)
 
     return divide

@@ -76,17 +76,17 @@ class Marks:
         copy: Any = value
         # Loops, since comprehensions would nest twice as deep.
         if isinstance(value, list):
-            for idx, each in enumerate(value):
-                put = self.put(each, first=first)
-                if put is not each:
+            for idx, inner in enumerate(value):
+                put = self.put(inner, first=first)
+                if put is not inner:
                     copy = [*value] if copy is value else copy
                     copy[idx] = put
         elif isinstance(value, dict):
             fields = {}
-            for key, each in value.items():
+            for key, inner in value.items():
                 name = self._put(key, first)
-                fields[name] = self.put(each, first=first)
-                if name is not key or fields[name] is not each:
+                fields[name] = self.put(inner, first=first)
+                if name is not key or fields[name] is not inner:
                     copy = fields
         return copy
 

@@ -52,14 +52,16 @@ class WordEnds:
     """Ends of the words that a known expression finds."""
 
     def __init__(self, source: str) -> None:
-        kinds, rest, start = set[str](), source + "|", 0
-        while start < len(rest):
-            known = ((kind, part) for kind, parts in _PARTS.items() for part in parts)
-            found = next(((kind, part) for kind, part in known if rest.startswith(part + "|", start)), None)
-            if found is None:
+        kinds, alternatives, start = set[str](), source + "|", 0
+        while start < len(alternatives):
+            candidates = ((kind, part) for kind, parts in _PARTS.items() for part in parts)
+            match = next(
+                ((kind, part) for kind, part in candidates if alternatives.startswith(part + "|", start)), None
+            )
+            if match is None:
                 raise Unsupported("an unknown regular expression")
-            kinds.add(found[0])
-            start += len(found[1]) + 1
+            kinds.add(match[0])
+            start += len(match[1]) + 1
         self._kinds = frozenset(kinds)
 
     def ends(self, a: str, b: str) -> bool | None:
