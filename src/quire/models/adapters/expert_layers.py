@@ -77,29 +77,29 @@ class ExpertLayers:
             head = source.partition(".experts.")[0] if ".experts." in source else source.rsplit(".", 2)[0]
             self._by_module[module_key(f"{head}.experts")] = pair
             for older, parameter in _OLDER_MODULES.items():
-                of_parameter = tuple(each for each in pair if each.parameter == parameter)
+                of_parameter = tuple(layer for layer in pair if layer.parameter == parameter)
                 self._by_module[module_key(f"{head}.{older}")] = of_parameter
 
     @property
     def num_values_per_rank(self) -> int:
         """Number of values in an adapter of rank 1 for all linear layers of all experts."""
-        return sum(each.num_experts * (2 * each.in_width + each.out_width) for each in self.layers.values())
+        return sum(layer.num_experts * (2 * layer.in_width + layer.out_width) for layer in self.layers.values())
 
     @property
     def num_linears(self) -> int:
         """Number of linear layers of all experts."""
-        return sum(each.num_experts * (2 if each.parameter == GATE_UP else 1) for each in self.layers.values())
+        return sum(layer.num_experts * (2 if layer.parameter == GATE_UP else 1) for layer in self.layers.values())
 
     def sources(self, weight_map: WeightMap) -> dict[str, ExpertSource]:
         """Return the contents of the layers' tensors, by the tensors' names."""
-        found = {}
+        sources = {}
         for name, layer in self.layers.items():
             num_parts = 2 if layer.parameter == GATE_UP else 1
             num_rows = layer.out_width // num_parts
             for idx, source in enumerate(weight_map[name]):
-                place = LinearPlace(layer, idx // num_parts, idx % num_parts * num_rows, num_rows)
-                found[source] = ExpertSource(layer, place if len(weight_map[name]) > 1 else None)
-        return found
+                linear = LinearPlace(layer, idx // num_parts, idx % num_parts * num_rows, num_rows)
+                sources[source] = ExpertSource(layer, linear if len(weight_map[name]) > 1 else None)
+        return sources
 
     def linear(self, key: str) -> LinearPlace | None:
         """Return the place of an expert's linear layer by `module_key`; None for other modules."""
@@ -173,11 +173,11 @@ class ExpertSource(NamedTuple):
 
     Args:
         layer: the layer.
-        place: place of the expert's linear layer; None for a tensor of all experts.
+        linear: place of the expert's linear layer; None for a tensor of all experts.
     """
 
     layer: ExpertLayer
-    place: LinearPlace | None
+    linear: LinearPlace | None
 
     def merged(self, weight: Tensor, experts: Mapping[int, list[ExpertMatrices]], dtype: torch.dtype) -> Tensor | None:
         """Return the tensor plus the adapter's delta, computed in float32; None without a delta.
@@ -187,16 +187,16 @@ class ExpertSource(NamedTuple):
             experts: matrices by expert.
             dtype: dtype of the result.
         """
-        layer, place = self
-        if place is not None:
-            if place.expert not in experts:
+        layer, linear = self
+        if linear is not None:
+            if linear.expert not in experts:
                 return None
-            rows = slice(place.first_row, place.first_row + place.num_rows)
-            return (weight.float() + _delta(layer, experts[place.expert])[rows]).to(dtype)
+            rows = slice(linear.first_row, linear.first_row + linear.num_rows)
+            return (weight.float() + _delta(layer, experts[linear.expert])[rows]).to(dtype)
         if not experts:
             return None
         merged = weight.to(dtype, copy=True)
-        of_experts = zip(*(each.chunk(layer.num_experts) for each in (weight, merged)), strict=True)
+        of_experts = zip(*(tensor.chunk(layer.num_experts) for tensor in (weight, merged)), strict=True)
         for idx, (before, after) in enumerate(of_experts):
             if idx in experts:
                 delta = _delta(layer, experts[idx])

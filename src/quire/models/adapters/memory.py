@@ -119,8 +119,8 @@ def _tensors(packed: Any) -> Iterator[Tensor]:
         case Tensor():
             yield packed
         case tuple():
-            for each in packed:
-                yield from _tensors(each)
+            for part in packed:
+                yield from _tensors(part)
         case Mapping():
-            for each in packed.values():
-                yield from _tensors(each)
+            for part in packed.values():
+                yield from _tensors(part)

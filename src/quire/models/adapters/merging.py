@@ -44,10 +44,10 @@ class MergedAdapter:
             of_experts = self._of_experts.get(source.layer.weight, {})
             merged = source.merged(weight, of_experts, dtype)
         else:
-            found = self._matrices.get(module_key(name.removesuffix(WEIGHT))) if name.endswith(WEIGHT) else None
-            if found is None:
+            matrices = self._matrices.get(module_key(name.removesuffix(WEIGHT))) if name.endswith(WEIGHT) else None
+            if matrices is None:
                 return weight
-            merged = (weight.float() + found.scale * (found.b.float() @ found.a.float())).to(dtype)
+            merged = (weight.float() + matrices.scale * (matrices.b.float() @ matrices.a.float())).to(dtype)
         if merged is None:
             return weight
         if not bool(merged.isfinite().all()):
@@ -82,8 +82,8 @@ def _stored_method(checkpoint: Checkpoint) -> str | None:
     """Return the quantisation of a checkpoint's weights, in words; None if they are plain."""
     if checkpoint.gguf_fields is not None:
         return "of a GGUF file"
-    found = read_quantization_config(checkpoint.config)
-    return None if found is None else f"quantised by {found.method}"
+    quantization = read_quantization_config(checkpoint.config)
+    return None if quantization is None else f"quantised by {quantization.method}"
 
 
 def module_shapes(

@@ -53,15 +53,15 @@ class ModuleScale(NamedTuple):
 class PeftConfig:
     """A checked configuration."""
 
-    def __init__(self, values: Mapping[str, Any], place: object) -> None:
-        self._values, self._place = values, place
+    def __init__(self, values: Mapping[str, Any], path: object) -> None:
+        self._values, self._path = values, path
         self._check("peft_type", values.get("peft_type") == "LORA", "LORA")
         for field, why in REFUSED.items():
             if values.get(field) not in (None, False) and values.get(field) not in ([], {}):
                 self._refuse(field, why)
         self._check("bias", values.get("bias", "none") == "none", '"none": biases of the model are not replaced')
         init = values.get("init_lora_weights", True)
-        is_plain = any(type(init) is type(each) and init == each for each in PLAIN_INITS)
+        is_plain = any(type(init) is type(plain) and init == plain for plain in PLAIN_INITS)
         self._check("init_lora_weights", is_plain, "an initialisation that leaves the weights of the model as they are")
         for field, value in values.items():
             if field not in IGNORED and field not in REFUSED and value not in (None, False) and value not in ([], {}):
@@ -76,7 +76,7 @@ class PeftConfig:
         self._targets = values.get("target_modules")
         if self._targets is None and self._parameters:
             self._targets = []
-        is_names = isinstance(self._targets, list) and all(isinstance(each, str) for each in self._targets)
+        is_names = isinstance(self._targets, list) and all(isinstance(name, str) for name in self._targets)
         self._check("target_modules", is_names or isinstance(self._targets, str), "a list of names, or a text")
 
     @property
@@ -109,7 +109,7 @@ class PeftConfig:
                 what = f"module {shown(module)}" if is_module else f"parameter {shown(parameter)}"
                 field = "target_modules" if is_module else "target_parameters"
                 raise CheckpointError(
-                    f"{self._place}: the adapter has tensors for the {what}, which {field} does not name", field=field
+                    f"{self._path}: the adapter has tensors for the {what}, which {field} does not name", field=field
                 )
         return targets
 
@@ -126,7 +126,7 @@ class PeftConfig:
 
     def _read_parameters(self) -> frozenset[str]:
         names = self._values.get("target_parameters") or []
-        is_names = isinstance(names, list) and all(isinstance(each, str) for each in names)
+        is_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
         self._check("target_parameters", is_names, "a list of names")
         return frozenset(names)
 
@@ -145,13 +145,13 @@ class PeftConfig:
         try:
             matches = match_names(patterns.values(), names)
         except ValueError as error:
-            raise CheckpointError(f"{self._place}: {field}: {error}", field=field) from error
+            raise CheckpointError(f"{self._path}: {field}: {error}", field=field) from error
         # A set, since an adapter for experts may have many thousands of keys.
         literals = frozenset() if isinstance(keys, str) else frozenset(keys) - patterns.keys()
 
         def keys_of(name: str) -> list[str]:
-            found = [key for key, pattern in patterns.items() if name in matches[pattern]]
-            return [ALL] if keys == ALL else found + [ending for ending in _endings(name) if ending in literals]
+            pattern_keys = [key for key, pattern in patterns.items() if name in matches[pattern]]
+            return [ALL] if keys == ALL else pattern_keys + [ending for ending in _endings(name) if ending in literals]
 
         return keys_of
 
@@ -172,12 +172,12 @@ class PeftConfig:
 
     def _check(self, field: str, is_good: bool, allowed: str, value: object = None) -> None:
         if not is_good:
-            found = self._values.get(field) if value is None else value
-            raise CheckpointError(f"{self._place}: {shown(field)} must be {allowed}, got {shown(found)}", field=field)
+            actual = self._values.get(field) if value is None else value
+            raise CheckpointError(f"{self._path}: {shown(field)} must be {allowed}, got {shown(actual)}", field=field)
 
     def _refuse(self, field: str, why: str) -> None:
         raise CheckpointError(
-            f"{self._place}: {shown(field)} is not supported, got {shown(self._values[field])}: {why}", field=field
+            f"{self._path}: {shown(field)} is not supported, got {shown(self._values[field])}: {why}", field=field
         )
 
 

@@ -123,7 +123,7 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLa
         is_new = True
         if isinstance(target, ExpertLayer):
             split = split_by_expert(target, a, b, scale, is_straight=is_straight)
-            is_new = all(_add(of_experts, target, idx, each) for idx, each in split.items())
+            is_new = all(_add(of_experts, target, idx, part) for idx, part in split.items())
         elif isinstance(target, LinearPlace):
             is_new = _add(of_experts, target.layer, target.expert, ExpertMatrices(target.first_row, a, b, scale))
         else:
@@ -136,7 +136,7 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLa
 
 def _tensors(path: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayers, max_rank: int) -> dict[str, Tensor]:
     """Return the tensors of a file, which may not be larger than the largest adapter for the model."""
-    values = sum(each.in_width + each.out_width for each in shapes.values()) + experts.num_values_per_rank
+    values = sum(shape.in_width + shape.out_width for shape in shapes.values()) + experts.num_values_per_rank
     most = 4 * max_rank * values + MAX_HEADER_BYTES + HEADER_BYTES_OF_EXPERT * experts.num_linears
     try:
         return load(read_file(path, most))
@@ -154,7 +154,7 @@ def _pairs(
     path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, ModuleShape], experts: ExpertLayers
 ) -> dict[str, _Pair]:
     """Return the two matrices of each module, by the module's name in the file."""
-    found: dict[str, dict[str, Tensor]] = {}
+    pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _MATRIX.fullmatch(name)
         if match is None:
@@ -170,13 +170,13 @@ def _pairs(
             )
         if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{path} holds tensor {shown(name)} as {tensor.dtype}; use float32 or 16 bits")
-        found.setdefault(match["module"], {})[match["which"]] = tensor
-    if not found:
+        pairs.setdefault(match["module"], {})[match["which"]] = tensor
+    if not pairs:
         raise CheckpointError(f"{path} has no adapter for any module")
-    for module, pair in found.items():
+    for module, pair in pairs.items():
         if len(pair) != 2:
             raise CheckpointError(f"{path} has only lora_{next(iter(pair))} of the module {shown(module)}")
-    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
+    return {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}
 
 
 def _target(path: Path, module: str, pair: _Pair, shapes: Mapping[str, ModuleShape], experts: ExpertLayers) -> _Target:
@@ -192,7 +192,9 @@ def _target(path: Path, module: str, pair: _Pair, shapes: Mapping[str, ModuleSha
     for layer in of_all:
         if widths == {layer.in_width, layer.out_width}:
             return layer
-    wanted = " or ".join(f"{each.in_width} and {each.out_width} ({each.parameter})" for each in of_all)
+    wanted = " or ".join(
+        f"{candidate.in_width} and {candidate.out_width} ({candidate.parameter})" for candidate in of_all
+    )
     raise CheckpointError(
         f"{path}: lora_A and lora_B of {shown(module)} must have the widths {wanted}, got the shapes {list(a.shape)} "
         f"and {list(b.shape)}",
@@ -228,8 +230,8 @@ def _check(path: Path, module: str, pair: _Pair, target: _Target, rank: int, ver
 
 def _add(experts: AdaptedExperts, layer: ExpertLayer, expert: int, matrices: ExpertMatrices) -> bool:
     """Add matrices for some rows of an expert; return whether these rows had none before."""
-    known = experts.setdefault(layer.weight, {}).setdefault(expert, [])
+    of_expert = experts.setdefault(layer.weight, {}).setdefault(expert, [])
     first, end = matrices.first_row, matrices.first_row + len(matrices.b)
-    is_new = all(end <= each.first_row or each.first_row + len(each.b) <= first for each in known)
-    known.append(matrices)
+    is_new = all(end <= other.first_row or other.first_row + len(other.b) <= first for other in of_expert)
+    of_expert.append(matrices)
     return is_new

@@ -129,7 +129,7 @@ class AdapterSlots:
         for name, slot in decoder.weights.slots.items():
             if not slot.adapted or name.startswith(HEAD):
                 continue
-            linears = [self._wrap(decoder, each, len(weight_map[name])) for each in slot.adapted]
+            linears = [self._wrap(decoder, adapted, len(weight_map[name])) for adapted in slot.adapted]
             split = None if splits is None else splits.get(name)
             inputs = split.ranges[0] if split is not None and split.dim == 1 else None
             start = 0
@@ -148,12 +148,12 @@ class AdapterSlots:
         """Make layers of experts take adapters, and return them by the names of their weights in the whole model."""
         adapted = {}
         for name, layer in self._experts.layers.items():
-            own = own_name(name)
-            if own not in decoder.weights.slots:
+            local_name = own_name(name)
+            if local_name not in decoder.weights.slots:
                 continue  # on another stage
-            taker = decoder.weights.slots[own].experts
+            taker = decoder.weights.slots[local_name].experts
             assert taker is not None, "layers of experts take adapters"
-            down = splits.get(own.replace(".gate_up.", ".down."))
+            down = splits.get(local_name.replace(".gate_up.", ".down."))
             columns = down.ranges[0] if down is not None and down.dim == 1 else None
             adapted[name] = _AdaptedExperts(layer, taker.adapt(decoder.ops, decoder.step_adapters), columns)
         return adapted
@@ -206,15 +206,15 @@ class AdapterSlots:
     ) -> tuple[dict[int, Any], dict[str, dict[int, Any]]]:
         """Pack an adapter for the kernels: by linear layer, and by layer of experts and expert."""
         parts: dict[int, Parts] = {}
-        for module, each in matrices.items():
+        for module, pair in matrices.items():
             for place in self._places.get(module, ()):
-                parts.setdefault(place.linear_idx, []).append((each, place))
+                parts.setdefault(place.linear_idx, []).append((pair, place))
         of_layers = {
             name: _expert_parts(self._adapted_experts[name], of_experts[name])
             for name in of_experts
             if name in self._adapted_experts
         }
-        all_parts = chain(parts.values(), *(each.values() for each in of_layers.values()))
+        all_parts = chain(parts.values(), *(by_expert.values() for by_expert in of_layers.values()))
         claim.take(sum(map(_count, all_parts)) * self._dtype.itemsize)
         memory = WeightMemory(ADAPTER_SLAB_BYTES)
         packed = {
@@ -293,8 +293,8 @@ def _whole_rows(rows: Tensor | None, split: Split | None) -> Tensor | None:
     """Convert rows of this rank's part of a weight, which a layer takes, to rows of the whole weight."""
     if split is None or split.dim != 0:
         return rows
-    own = torch.cat([torch.arange(*each) for each in split.ranges])
-    return own if rows is None else own[rows]
+    part_rows = torch.cat([torch.arange(*bounds) for bounds in split.ranges])
+    return part_rows if rows is None else part_rows[rows]
 
 
 def _places(

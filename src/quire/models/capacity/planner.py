@@ -136,7 +136,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     longest = sizing.longest(max_model_len) if request.has_budget else None
     lengths = tuple(_length_plan(request, sizing, length) for length in _lengths(request.lengths, max_model_len))
     max_num_seqs = request.config.scheduler.max_num_seqs
-    if any(each.concurrency == max_num_seqs for each in lengths):
+    if any(length.concurrency == max_num_seqs for length in lengths):
         notes.append(
             f"No more than max_num_seqs={max_num_seqs} sequences run at once, whatever the memory has room for."
         )
@@ -159,7 +159,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         weights_bytes=weights_bytes,
         is_weights_estimate=weights_bytes is not None
         and request.weights_bytes is None
-        and any(each.stored_bytes is None for each in models),
+        and any(model.stored_bytes is None for model in models),
         gpu=gpu,
         arena_bytes=sizing.num_bytes if request.has_budget else None,
         longest=longest,
@@ -214,7 +214,8 @@ def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -
     if weights_bytes is None:
         form = request.config.model.quantization
         weights_bytes = sum(
-            _estimate(request, each, dtype, form) if each.stored_bytes is None else each.stored_bytes for each in models
+            _estimate(request, model, dtype, form) if model.stored_bytes is None else model.stored_bytes
+            for model in models
         )
     if weights_bytes >= request.memory_bytes:
         raise ConfigError(
@@ -233,15 +234,15 @@ def _estimate(request: PlanRequest, model: _Model, dtype: str, form: Quantizatio
 
 def _smaller_weights(request: PlanRequest, models: Sequence[_Model], dtype: str) -> str:
     """Return a proposal to round the weights, with the bytes of each form; "" if their size is not an estimate."""
-    given = request.config.model.quantization
-    if request.weights_bytes is not None or any(each.method or each.stored_bytes is not None for each in models):
+    current = request.config.model.quantization
+    if request.weights_bytes is not None or any(model.method or model.stored_bytes is not None for model in models):
         return ""
     proposals = []
-    for form in smaller_forms(given):
-        num_bytes = sum(_estimate(request, each, dtype, form) for each in models)
+    for form in smaller_forms(current):
+        num_bytes = sum(_estimate(request, model, dtype, form) for model in models)
         fits = "fits" if num_bytes < (request.memory_bytes or 0) else "does not fit either"
         proposals.append(f"--quantization {form} takes about {num_bytes:,} bytes, which {fits}")
-    return "".join(f"{each}; " for each in proposals)
+    return "".join(f"{proposal}; " for proposal in proposals)
 
 
 # ---- sizes ----
@@ -258,7 +259,7 @@ def _plan_gpu(request: PlanRequest, models: Sequence[_Model], max_model_len: int
     """Return the memory of a GPU and of its steps; None on a CPU, or if the request states no memory."""
     if not request.is_gpu or request.memory_bytes is None:
         return None
-    specs, element_bytes = [each.spec for each in models], CACHE_DTYPES[dtype].element_bytes
+    specs, element_bytes = [model.spec for model in models], CACHE_DTYPES[dtype].element_bytes
     return plan_gpu(request.config, specs, max_model_len, element_bytes, request.memory_bytes)
 
 

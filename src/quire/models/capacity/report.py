@@ -55,7 +55,7 @@ class PlanRequest:
     def has_budget(self) -> bool:
         """True if the memory or an option determines the bytes of the cache."""
         cache = self.config.cache
-        return any(each is not None for each in (self.memory_bytes, cache.kv_cache_memory_bytes, cache.num_kv_blocks))
+        return any(limit is not None for limit in (self.memory_bytes, cache.kv_cache_memory_bytes, cache.num_kv_blocks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,19 +122,19 @@ def _layers_bytes(spec: ModelSpec, sizes: StepSizes, *, is_last: bool = True) ->
         (part.rope, part.head_dim) for layer in spec.layers for part in layer.parts if isinstance(part, Attention)
     }
     # Embedding and residual; cosines and sines of each rotation.
-    held = ROW_BYTES + (2 * spec.width + sum(2 * head_dim for _, head_dim in head_dims)) * element
+    live_bytes = ROW_BYTES + (2 * spec.width + sum(2 * head_dim for _, head_dim in head_dims)) * element
     if spec.is_mtp:
         # Hidden states of the target, also normed, and moved by a row; embeddings, and pairs of both.
-        held += 6 * spec.width * element
+        live_bytes += 6 * spec.width * element
     # Per-layer inputs, which are sums of tensors of the same size.
-    told = 0 if spec.per_layer_inputs is None else len(spec.layers) * spec.per_layer_inputs.width * element
-    held += told
+    layer_inputs = 0 if spec.per_layer_inputs is None else len(spec.layers) * spec.per_layer_inputs.width * element
+    live_bytes += layer_inputs
     end = len(spec.layers) if is_last else spec.last_cached_layer
-    peaks = [held + 4 * told]
+    peaks = [live_bytes + 4 * layer_inputs]
     for idx, layer in enumerate(spec.layers[: end + 1]):
-        peaks += [held + peak for peak in _mixer_peaks(layer, spec.width, sizes)]
+        peaks += [live_bytes + peak for peak in _mixer_peaks(layer, spec.width, sizes)]
         if idx < end:
-            peaks += [held + peak for peak in _ffn_peaks(layer, spec.width, sizes)]
+            peaks += [live_bytes + peak for peak in _ffn_peaks(layer, spec.width, sizes)]
     return max(peaks)
 
 
@@ -182,22 +182,22 @@ def _mixer(mixer: Mixer, width: int, sizes: StepSizes) -> tuple[int, Sequence[in
             return mixer.num_channels, (product, 5 * mixer.num_channels * element)
         case Mamba2():
             projected = mixer.inner + mixer.num_channels + mixer.num_heads
-            held = (projected + mixer.num_channels) * element
+            live_bytes = (projected + mixer.num_channels) * element
             # Outputs in float32; decays of chunks, then gates.
             outputs, decays = mixer.inner * WIDE, 2 * mixer.num_heads * WIDE
             scaled = 0 if mixer.scales[0] == 1.0 else outputs
             gated = 2 * outputs if mixer.norm is None else max(2 * scaled, scaled + mixer.inner * element)
-            return mixer.inner, (_product(projected, width, sizes), held + outputs + max(decays, gated))
+            return mixer.inner, (_product(projected, width, sizes), live_bytes + outputs + max(decays, gated))
         case GatedDeltaNet():
             projected = mixer.num_channels + mixer.inner + 2 * mixer.num_value_heads
             keys = mixer.num_key_heads * mixer.key_dim
-            held = (projected + mixer.num_channels) * element + 2 * keys * WIDE
+            live_bytes = (projected + mixer.num_channels) * element + 2 * keys * WIDE
             # Scaled queries and outputs, in float32; tensors of chunks, then normed outputs and gates.
             outputs = (keys + mixer.inner) * WIDE
             of_chunks = mixer.num_key_heads * 4 * mixer.key_dim * 2
             of_chunks += mixer.num_value_heads * (4 * CHUNK_ROWS * 2 + 3 * WIDE)
             product = _product(projected, width, sizes)
-            return mixer.inner, (product, held + outputs + of_chunks, held + mixer.inner * WIDE * 4)
+            return mixer.inner, (product, live_bytes + outputs + of_chunks, live_bytes + mixer.inner * WIDE * 4)
 
 
 def _ffn_peaks(layer: LayerSpec, width: int, sizes: StepSizes) -> Iterator[int]:
@@ -233,8 +233,8 @@ def _experts(experts: Experts, width: int, sizes: StepSizes) -> Iterator[int]:
     if experts.shared_width:
         yield from (sums + peak for peak in _gated(experts.shared_width, width, sizes))
     # Chosen experts, their scores, and the rows in the order of experts.
-    held = sums + num_chosen * (4 * INDEX + 3 * WIDE)
+    live_bytes = sums + num_chosen * (4 * INDEX + 3 * WIDE)
     inner = experts.width * element
     # Each chosen expert: gates and ups, gated values, and the output in float32.
-    yield held + num_chosen * 3 * inner
-    yield held + num_chosen * (inner + width * WIDE) + sums
+    yield live_bytes + num_chosen * 3 * inner
+    yield live_bytes + num_chosen * (inner + width * WIDE) + sums

@@ -90,8 +90,8 @@ class Checkpoint:
         if file is not None:  # planning of other models needs no torch
             from quire.models.gguf.opening import open_gguf
 
-            found = open_gguf(file)
-            return cls(file.parent, found.config, {}, found.tensors, found.fields, found.divided, file)
+            opened = open_gguf(file)
+            return cls(file.parent, opened.config, {}, opened.tensors, opened.fields, opened.divided, file)
         folder = locate(model, revision)
         config, tensors = read_object(folder / "config.json"), _read_headers(folder)
         if has_linear_experts(tensors):
@@ -227,12 +227,12 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
     return path
 
 
-def _the_model_of(files: Sequence[Path], place: str) -> Path:
+def _the_model_of(files: Sequence[Path], where: str) -> Path:
     """Return the only model among GGUF files; its later parts and vision encoders do not count."""
     models = sorted(file for file in files if not _LATER_PART.search(file.name) and not file.name.startswith("mmproj"))
     if len(models) != 1:
         names = ", ".join(file.name for file in models[:8]) or "none"
-        raise CheckpointError(f"one GGUF model is needed in {place}, found {names}: name the file", field="model")
+        raise CheckpointError(f"one GGUF model is needed in {where}, found {names}: name the file", field="model")
     return models[0]
 
 

@@ -99,7 +99,7 @@ class PoolingConfig(NamedTuple):
                 f"one of {', '.join(map(repr, self.prompts))}" if self.prompts else "None: the model has no prompts"
             )
             raise InvalidParameter("prompt_name", name, allowed)
-        return [self.prompts[name] + each if isinstance(each, str) else each for each in inputs]
+        return [self.prompts[name] + item if isinstance(item, str) else item for item in inputs]
 
     def require_classes(self) -> ClassifierHead:
         """Return the head for classification.
@@ -178,7 +178,7 @@ def _stated_pooling(checkpoint: Checkpoint, model: ModelSpec | EncoderSpec) -> P
     if modules is None:
         return plain
     # The kind of a module is the last part of its class name.
-    kinds = {str(each.get("type")).rsplit(".", 1)[-1]: each for each in modules if isinstance(each, dict)}
+    kinds = {str(module.get("type")).rsplit(".", 1)[-1]: module for module in modules if isinstance(module, dict)}
     stated = _with_prompts(checkpoint, plain._replace(normalize="Normalize" in kinds))
     others = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
     if others:
@@ -198,8 +198,8 @@ def _with_kind(stated: PoolingConfig, name: str, is_encoder: bool) -> PoolingCon
     kind = POOLINGS.get(name)
     if kind is not None and (is_encoder or kind != "cls"):
         return stated._replace(kind=kind)
-    known = "that of the last token, the mean and, of encoders, the first token are implemented"
-    return stated._replace(refusal=f"the checkpoint states the pooling {shown(name)}, and only {known}")
+    implemented = "that of the last token, the mean and, of encoders, the first token are implemented"
+    return stated._replace(refusal=f"the checkpoint states the pooling {shown(name)}, and only {implemented}")
 
 
 def _with_prompts(checkpoint: Checkpoint, stated: PoolingConfig) -> PoolingConfig:

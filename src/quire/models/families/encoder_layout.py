@@ -86,8 +86,8 @@ def read_bert_layout(
 def read_heads(config: HFConfig, *, bias: bool) -> BidirectionalAttention:
     """Read the attention, whose heads divide the width."""
     width, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    head_dim, rest = divmod(width, num_heads)
-    if rest or head_dim % 2:
+    head_dim, remainder = divmod(width, num_heads)
+    if remainder or head_dim % 2:
         raise CheckpointError(
             f"config.json: hidden_size ({width}) must be an even multiple of num_attention_heads ({num_heads})",
             field="num_attention_heads",
@@ -117,9 +117,9 @@ def read_labels(config: HFConfig) -> tuple[str, ...]:
 
 def read_scores(config: HFConfig, num_labels: int) -> Literal["sigmoid", "softmax", "none"]:
     """Read the function from logits to scores: by default the sigmoid for one class, the softmax for several."""
-    own = config.part("sentence_transformers")
+    section = config.part("sentence_transformers")
     field, name = "sbert_ce_default_activation_function", "activation_fn"
-    stated = own.text(name, "") if own is not None and own.has(name) else config.text(field, "")
+    stated = section.text(name, "") if section is not None and section.has(name) else config.text(field, "")
     if stated:
         kind = stated.rpartition(".")[2]
         if kind not in ("Sigmoid", "Identity"):

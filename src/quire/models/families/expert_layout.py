@@ -63,7 +63,7 @@ def with_experts(
 ) -> tuple[ModelSpec, WeightMap]:
     """Replace the gated MLPs of some layers by experts."""
     spec, names = read
-    specs = [replace(each, ffn=experts) if idx in layers else each for idx, each in enumerate(spec.layers)]
+    specs = [replace(layer, ffn=experts) if idx in layers else layer for idx, layer in enumerate(spec.layers)]
     replaced = {("layers", str(idx), "ffn") for idx in layers}
     names = {name: sources for name, sources in names.items() if tuple(name.split(".")[:3]) not in replaced}
     for idx in layers:
@@ -80,8 +80,8 @@ def map_experts(
     gate, up, down = parts
     numbered = [f"{theirs}.experts.{number}" for number in range(num_experts)]
     return {
-        f"{ours}.gate_up.{kind}": tuple(f"{each}.{part}.{kind}" for each in numbered for part in (gate, up)),
-        f"{ours}.down.{kind}": tuple(f"{each}.{down}.{kind}" for each in numbered),
+        f"{ours}.gate_up.{kind}": tuple(f"{expert}.{part}.{kind}" for expert in numbered for part in (gate, up)),
+        f"{ours}.down.{kind}": tuple(f"{expert}.{down}.{kind}" for expert in numbered),
     }
 
 

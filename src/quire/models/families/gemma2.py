@@ -41,7 +41,7 @@ def gemma2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     spec = ModelSpec(
         vocab_size=config.integer("vocab_size"),
         width=config.integer("hidden_size"),
-        layers=tuple(LayerSpec(norm, replace(attention, window=each), mlp, post_norm=norm) for each in windows),
+        layers=tuple(LayerSpec(norm, replace(attention, window=window), mlp, post_norm=norm) for window in windows),
         norm=norm,
         tied_head=config.flag("tie_word_embeddings", True),
         max_position=read_max_position(config, rope),

@@ -92,8 +92,8 @@ def gemma4(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
     experts = _read_experts(config, norm, mlp) if config.flag("enable_moe_block", False) else None
 
     def ffn_of(mixer: Attention) -> GatedMLP | MLPBesideExperts:
-        own = mlp if mixer.source is None else wide_mlp
-        return own if experts is None else MLPBesideExperts(own, experts, norm)
+        layer_mlp = mlp if mixer.source is None else wide_mlp
+        return layer_mlp if experts is None else MLPBesideExperts(layer_mlp, experts, norm)
 
     spec = ModelSpec(
         vocab_size=config.integer("vocab_size"),

@@ -53,14 +53,14 @@ class HFConfig:
         if value is not _MISSING and value not in allowed:
             raise UnsupportedModel(
                 f"config.json: {self._prefix}{name} is {shown(value)}, but only "
-                f"{' or '.join(repr(each) for each in allowed)} is implemented",
+                f"{' or '.join(repr(choice) for choice in allowed)} is implemented",
                 field=name,
             )
 
     def filled(self, defaults: Mapping[str, Any]) -> HFConfig:
         """Return the configuration with a family's defaults for fields that are missing or null."""
-        given = {name: value for name, value in self._fields.items() if value is not None}
-        return HFConfig({**defaults, **given}, self._prefix)
+        stated = {name: value for name, value in self._fields.items() if value is not None}
+        return HFConfig({**defaults, **stated}, self._prefix)
 
     def changed(self, changes: Mapping[str, Any]) -> HFConfig:
         """Return the configuration with some fields replaced."""
@@ -134,7 +134,7 @@ class HFConfig:
         value = self._fields.get(name)
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             raise self._wrong(name, value, "a list of strings")
         return tuple(value)
 
@@ -147,7 +147,7 @@ class HFConfig:
         value = self._fields.get(name)
         if value is None:
             return frozenset()
-        if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+        if not isinstance(value, list) or not all(type(index) is int and index >= 0 for index in value):
             raise self._wrong(name, value, "a list of indices")
         return frozenset(value)
 
@@ -156,7 +156,7 @@ class HFConfig:
         value = self._fields.get(name)
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(isinstance(each, int) and each in (0, 1) for each in value):
+        if not isinstance(value, list) or not all(isinstance(flag, int) and flag in (0, 1) for flag in value):
             raise self._wrong(name, value, "a list of zeros and ones")
         return tuple(map(bool, value))
 

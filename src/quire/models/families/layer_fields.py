@@ -14,15 +14,15 @@ OWN_FIELDS: Final = ("head_dim", "num_key_value_heads")
 
 def read_layers(config: HFConfig, kinds: Sequence[str]) -> tuple[HFConfig, ...]:
     """Return each layer's configuration, with the shape of keys and values stated for it or for full attention."""
-    own = config.parts("per_layer_config")
-    if own is None:
+    overrides = config.parts("per_layer_config")
+    if overrides is None:
         shape = {"head_dim": "global_head_dim"}
         if config.flag("attention_k_eq_v", False):
             shape["num_key_value_heads"] = "num_global_key_value_heads"
         full = config.changed({name: config.integer(field) for name, field in shape.items() if config.has(field)})
         return tuple(full if kind == FULL else config for kind in kinds)
     layers = [config] * len(kinds)
-    for name, part in own.items():
+    for name, part in overrides.items():
         if not name.isdecimal() or int(name) >= len(kinds):
             raise CheckpointError(
                 f"config.json: per_layer_config must name layers from 0 to {len(kinds) - 1}, got {shown(name)}",

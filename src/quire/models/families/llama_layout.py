@@ -84,8 +84,8 @@ def read_attention(
     if config.has("head_dim") or head_dim is not None:
         head_dim = config.integer("head_dim", head_dim)
     else:
-        head_dim, rest = divmod(config.integer("hidden_size"), num_heads)
-        if rest:
+        head_dim, remainder = divmod(config.integer("hidden_size"), num_heads)
+        if remainder:
             raise CheckpointError(
                 "config.json: without head_dim, hidden_size must be a multiple of num_attention_heads", field="head_dim"
             )

@@ -44,10 +44,10 @@ def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | 
         CheckpointError: a field is of the wrong type.
     """
     parts = (config, config.get("text_config"))
-    found = [(part, name) for part in parts if isinstance(part, Mapping) for name in FIELDS if part.get(name)]
-    if not found:
+    candidates = [(part, name) for part in parts if isinstance(part, Mapping) for name in FIELDS if part.get(name)]
+    if not candidates:
         return None
-    part, name = found[0]
+    part, name = candidates[0]
     if not isinstance(part[name], Mapping):
         raise CheckpointError(f"config.json: {name} must be an object, got {shown(part[name])}", field=name)
     fields = HFConfig(part[name], f"{name}.")
@@ -75,9 +75,9 @@ def check_stored_method(wanted: str | None, config: Mapping[str, Any], *, is_ggu
     if wanted is None:
         return
     read = None if is_gguf else read_quantization_config(config)
-    found = "gguf" if is_gguf else None if read is None else read.method
-    if found != wanted:
-        stored = "plain weights, which int8 and int4 round" if found is None else f"weights by the method {found}"
+    method = "gguf" if is_gguf else None if read is None else read.method
+    if method != wanted:
+        stored = "plain weights, which int8 and int4 round" if method is None else f"weights by the method {method}"
         raise ConfigError(
             f"quantization must be what the checkpoint has, or int8 or int4, or absent, got {shown(wanted)}: the "
             f"checkpoint has {stored}",

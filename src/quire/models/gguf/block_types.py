@@ -192,8 +192,8 @@ def _signed(codes: Tensor, offset: int) -> Tensor:
 
 
 BLOCK_TYPES = {
-    each.type.id: each
-    for each in (
+    block_type.type.id: block_type
+    for block_type in (
         BlockType(types.Q4_0, WeightForm(4, 32, "float16", offset=8), slice(0, 2), _q4_0),
         BlockType(types.Q4_1, WeightForm(4, 32, "float16", has_mins=True), slice(0, 4), _q4_1),
         BlockType(types.Q5_0, WeightForm(5, 32, "float16", offset=16), slice(0, 2), _q5_0),

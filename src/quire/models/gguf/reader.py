@@ -65,8 +65,8 @@ class GGUFFile:
             left -= header_of_part.num_bytes
             for key, value in (("split.count", len(paths)), ("split.no", number)):
                 if _count(part, header_of_part.fields, key) != value:
-                    found = shown(header_of_part.fields.get(key))
-                    raise CheckpointError(f"{part}: {key} is {found}; as a part of {path.name} it must be {value}")
+                    actual = shown(header_of_part.fields.get(key))
+                    raise CheckpointError(f"{part}: {key} is {actual}; as a part of {path.name} it must be {value}")
             for tensor in _placed(part, header_of_part):
                 if tensor.name in tensors:
                     first = tensors[tensor.name].path
@@ -154,7 +154,7 @@ def _type_of(subject: str, type_id: int) -> TensorType:
     block = TENSOR_TYPES.get(type_id)
     if block is None:
         name = OTHER_TYPES.get(type_id, "which is unknown")
-        served = ", ".join(each.name for each in TENSOR_TYPES.values())
+        served = ", ".join(tensor_type.name for tensor_type in TENSOR_TYPES.values())
         raise CheckpointError(f"{subject} is of type {type_id} ({name}); {served} are served")
     return block
 

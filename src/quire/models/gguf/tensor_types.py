@@ -39,8 +39,8 @@ IQ4_XS = TensorType(23, "IQ4_XS", 256, 136)
 MXFP4 = TensorType(39, "MXFP4", 32, 17)
 
 TENSOR_TYPES = {
-    each.id: each
-    for each in (
+    tensor_type.id: tensor_type
+    for tensor_type in (
         F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
     )
 }  # fmt: skip

@@ -21,17 +21,17 @@ from quire.platform.bounded.files import read_json
 MAX_KNOWN_BYTES = 1 << 20
 
 
-def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path | None, num_bytes: int = 16) -> bytes:
+def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], digest_file: Path | None, num_bytes: int = 16) -> bytes:
     """Return a digest that differs whenever keys and values could differ.
 
     Args:
         checkpoint: the model's files; their paths do not matter.
         layout: texts for everything else: dtype, kernels, cache groups.
-        known: a JSON file with known digests of files, created if it does not exist or cannot be read. None reads all
-            files again.
+        digest_file: a JSON file with known digests of files, created if it does not exist or cannot be read. None reads
+            all files again.
         num_bytes: number of bytes of the digest.
     """
-    remembered = {} if known is None else _read(known)
+    remembered = {} if digest_file is None else _read(digest_file)
     paths = sorted({tensor.path for tensor in checkpoint.tensors.values()})
     digests = {}
     for path in paths:
@@ -39,10 +39,10 @@ def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path | Non
         status = path.stat()
         name = json.dumps([status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
         digests[name] = remembered.get(name) or _digest(path)
-    if known is not None and remembered != digests:
-        part = known.with_name(known.name + ".new")
+    if digest_file is not None and remembered != digests:
+        part = digest_file.with_name(digest_file.name + ".new")
         part.write_text(json.dumps(remembered | digests))
-        os.replace(part, known)
+        os.replace(part, digest_file)
     parts = [json.dumps(dict(checkpoint.config), sort_keys=True), *digests.values(), *layout]
     return blake2b(json.dumps(parts).encode(), digest_size=num_bytes).digest()
 
@@ -52,10 +52,10 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()
 
 
-def _read(known: Path) -> dict[str, str]:
+def _read(digest_file: Path) -> dict[str, str]:
     try:
-        remembered: Any = read_json(known, MAX_KNOWN_BYTES)
+        remembered: Any = read_json(digest_file, MAX_KNOWN_BYTES)
     except (OSError, ValueError):
         return {}
-    found = remembered.items() if isinstance(remembered, dict) else ()
-    return {name: digest for name, digest in found if isinstance(digest, str)}
+    items = remembered.items() if isinstance(remembered, dict) else ()
+    return {name: digest for name, digest in items if isinstance(digest, str)}

@@ -115,7 +115,7 @@ def _types(checkpoint: Checkpoint, quantized: set[str]) -> tuple[TypeUse, ...]:
         tensors.setdefault((tensor.dtype, name in quantized), []).append(tensor)
     uses = []
     for (dtype, is_quantized), group in tensors.items():
-        num_values, num_bytes = sum(prod(each.shape) for each in group), sum(each.num_bytes for each in group)
+        num_values, num_bytes = sum(prod(member.shape) for member in group), sum(member.num_bytes for member in group)
         served = "parts of quantised layers, at the stored values" if is_quantized else _served(dtype)
         uses.append(TypeUse(dtype, len(group), num_values, num_bytes, served))
     return tuple(sorted(uses, key=lambda use: -use.num_bytes))

@@ -87,7 +87,7 @@ def _stored_heads(attention: spec.Attention, qkv: WeightSlots, gate: WeightSlots
 
     def adapted(name: str) -> tuple[AdaptedRows, ...]:
         parts = ((qkv, qkv_rows), *(((gate, gate_rows),) if gate else ()))
-        return tuple(AdaptedRows(each.projection, part) for slots, part in parts for each in slots[name].adapted)
+        return tuple(AdaptedRows(entry.projection, part) for slots, part in parts for entry in slots[name].adapted)
 
     return {
         name: WeightSlot(
@@ -151,16 +151,16 @@ class AttentionBlock:
         return PackedAttention(self._qkv.run, output, self._norms, self._num_heads, *scores)
 
     def __call__(
-        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
+        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, selected: SelectedRows | None = None
     ) -> Tensor:
         """Add the attention of `x` [T, E] over the rows' sequences to `residual`; keys and values are stored."""
         rotation, step, query_scales = inputs
         q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
-        if picked is not None:
+        if selected is not None:
             if not len(residual):
                 return residual
-            x, q = (part.index_select(0, picked.rows) for part in (x, q))
-            _, step, query_scales = picked.inputs
+            x, q = (part.index_select(0, selected.rows) for part in (x, q))
+            _, step, query_scales = selected.inputs
         if query_scales is not None:
             q.mul_(query_scales)
         gathered = step.attend(self._layer_idx, q, self._score_scale, self._sinks, self._soft_cap)
@@ -203,13 +203,13 @@ class SharedAttentionBlock:
             self.slots["q_norm.weight"] = scale_slot(attention.qk_norm, scales, (head_dim,))
 
     def __call__(
-        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
+        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, selected: SelectedRows | None = None
     ) -> Tensor:
         """Add the attention of `x` [T, E] over the rows' sequences to `residual` [T, E]."""
-        if picked is not None:
+        if selected is not None:
             if not len(residual):
                 return residual
-            x, inputs = x.index_select(0, picked.rows), picked.inputs
+            x, inputs = x.index_select(0, selected.rows), selected.inputs
         q = inputs.step.prepare_queries(self._q.run(x), self._norms, inputs.rotation)
         return self._output(inputs.step.attend(self._layer_idx, q, self._score_scale), residual)
 

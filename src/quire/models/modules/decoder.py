@@ -125,7 +125,7 @@ class Decoder:
         positions: Tensor,
         groups: Sequence[AttentionBatch | StateBatch],
         storages: Sequence[PagedKV | PagedStates],
-        given: tuple[Tensor, Tensor] | None = None,
+        row_embeddings: tuple[Tensor, Tensor] | None = None,
         output_rows: OutputRows | None = None,
         adapters: tuple[LoraRows, LoraRows | None] | None = None,
     ) -> Tensor:
@@ -138,7 +138,8 @@ class Decoder:
             positions: [T] of int64.
             groups: the step's part in each cache group.
             storages: one for each cache group.
-            given: rows, [M] of int64, and embeddings [M, E] that replace the embeddings of their tokens, unscaled.
+            row_embeddings: rows, [M] of int64, and embeddings [M, E] that replace the embeddings of their tokens,
+                unscaled.
             output_rows: rows whose hidden states are returned; None for all rows.
             adapters: rows that have an adapter, among all rows and among the output rows; None for no such row.
 
@@ -150,8 +151,8 @@ class Decoder:
         x = self._look_up(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        if given is not None:
-            x = x.index_copy(0, *given)
+        if row_embeddings is not None:
+            x = x.index_copy(0, *row_embeddings)
         per_layer = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
         rotations = {rope_key: rotate(positions) for rope_key, rotate in self._layers.rotations.items()}
         fused = self._fused if adapters is None else self._fused_adapted

@@ -129,10 +129,10 @@ class ExpertsBlock:
         if experts.scaled_input:
             seen.mul_(weights)
         for span, product in self._products(seen, pairs):
-            given = product.float()
+            weighted = product.float()
             if not experts.scaled_input:
-                given.mul_(weights[span])
-            total.index_add_(0, rows[span], given)
+                weighted.mul_(weights[span])
+            total.index_add_(0, rows[span], weighted)
         return total.to(x.dtype)
 
     def _products(self, seen: Tensor, pairs: ExpertPairs) -> Iterator[tuple[slice, Tensor]]:

@@ -45,10 +45,10 @@ class MixerBlock(Protocol):
     @property
     def packed(self) -> PackedAttention | PackedRecurrence | None: ...
 
-    def __call__(self, x: Tensor, residual: Tensor, inputs: Any, picked: SelectedRows | None = None, /) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, inputs: Any, selected: SelectedRows | None = None, /) -> Tensor:
         """Return `residual + mixer(x)`, all [T, E], with the step's inputs for this kind of mixer.
 
-        With picked rows, `residual` and the result are [R, E].
+        With selected rows, `residual` and the result are [R, E].
         """
 
 

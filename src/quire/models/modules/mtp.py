@@ -47,11 +47,11 @@ class MTPHead(Decoder):
             Norm(spec.norm, spec.width, target.ops, target.dtype, device) for _ in range(2)
         )
         self._input = Projection(2 * spec.width, spec.width, False, target.ops)
-        own = nested(
+        slots = nested(
             embedding_norm=self._embedding_norm.slots, hidden_norm=self._hidden_norm.slots, input=self._input.slots
         )
-        own |= {name: slot for name, slot in self.weights.slots.items() if name != "embedding.weight"}
-        self.weights = WeightTable(nested(mtp=own), target.dtype, device, self._fuse)
+        slots |= {name: slot for name, slot in self.weights.slots.items() if name != "embedding.weight"}
+        self.weights = WeightTable(nested(mtp=slots), target.dtype, device, self._fuse)
 
     def _no_rows(self, input_ids: Tensor) -> Tensor:
         return torch.empty(len(input_ids), self.spec.width, dtype=self.dtype, device=self.device)
@@ -67,22 +67,22 @@ class MTPHead(Decoder):
         groups: Sequence[AttentionBatch | StateBatch],
         storages: Sequence[PagedKV | PagedStates],
         hidden: Tensor,
-        given: tuple[Tensor, Tensor] | None = None,
+        row_embeddings: tuple[Tensor, Tensor] | None = None,
         output_rows: OutputRows | None = None,
     ) -> Tensor:
         """Run the head over a step's rows; keys and values are stored.
 
         Args:
-            input_ids, positions, groups, storages, given, output_rows: see `Decoder`; group and storage of the hidden
-                states are left out.
+            input_ids, positions, groups, storages, row_embeddings, output_rows: see `Decoder`; group and storage of the
+                hidden states are left out.
             hidden: [T, E], for each row the normed hidden state of the token before it.
 
         Returns:
             Normed hidden states, [T, E]; [R, E] with `output_rows`.
         """
         embedded = self._embed(input_ids)
-        if given is not None:
-            embedded = embedded.index_copy(0, *given)
+        if row_embeddings is not None:
+            embedded = embedded.index_copy(0, *row_embeddings)
         pairs = torch.cat([self._embedding_norm(embedded), self._hidden_norm(hidden)], -1)
         rows = torch.arange(len(pairs), device=pairs.device)
         x = self(input_ids, positions, groups, storages, (rows, self._input.run(pairs)), output_rows)

@@ -89,6 +89,6 @@ class PerLayerGate:
         self._activation = inputs.activation
         self.slots: WeightSlots = nested(gate=self._gates.slots, output=self._output.slots)
 
-    def __call__(self, x: Tensor, told: Tensor) -> Tensor:
-        """Return `x + projection(gate(x) * told)`, [T, E], for the layer's inputs `told` [T, P]."""
-        return self._output(self._gate(torch.cat((self._gates.run(x), told), 1), self._activation), x)
+    def __call__(self, x: Tensor, layer_inputs: Tensor) -> Tensor:
+        """Return `x + projection(gate(x) * layer_inputs)`, [T, E], for `layer_inputs` [T, P]."""
+        return self._output(self._gate(torch.cat((self._gates.run(x), layer_inputs), 1), self._activation), x)

@@ -56,10 +56,10 @@ class ShortConvBlock:
         """Weights for the fused kernels; None if the block has parts that they lack."""
         return _packed(self._input, self._output, self._weights)
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, selected: SelectedRows | None = None) -> Tensor:
         """Add the block's output for `x` [T, E] to `residual` [T, E]; the sequences' states are updated."""
         y = step.short_conv(self._layer_idx, self._input.run(x), self._weights)
-        return _add(self._output, y, residual, picked)
+        return _add(self._output, y, residual, selected)
 
 
 class Mamba2Block:
@@ -97,10 +97,10 @@ class Mamba2Block:
             self.slots["norm.weight"] = WeightSlot((inner,), lambda weight: scale.copy_(weight.view_as(scale)))
         self._weights = Mamba2Weights(conv.taps, conv.bias, heads, norm_scales, norm_eps, written, gate_scale, dt_scale)
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, selected: SelectedRows | None = None) -> Tensor:
         """Add the block's output for `x` [T, E] to `residual` [T, E]; the sequences' states are updated."""
         y = step.mamba2(self._layer_idx, self._input.run(x), self._weights)
-        return _add(self._output, y, residual, picked)
+        return _add(self._output, y, residual, selected)
 
 
 class GatedDeltaNetBlock:
@@ -134,10 +134,10 @@ class GatedDeltaNetBlock:
         """Weights for the fused kernels; None if the block has parts that they lack."""
         return _packed(self._input, self._output, self._weights)
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, selected: SelectedRows | None = None) -> Tensor:
         """Add the block's output for `x` [T, E] to `residual` [T, E]; the sequences' states are updated."""
         y = step.gated_delta_net(self._layer_idx, self._input.run(x), self._weights)
-        return _add(self._output, y, residual, picked)
+        return _add(self._output, y, residual, selected)
 
 
 def _packed(
@@ -147,10 +147,10 @@ def _packed(
     return None if plain is None else PackedRecurrence(projection.run, plain, weights)
 
 
-def _add(output: ResidualProjection, y: Tensor, residual: Tensor, picked: SelectedRows | None) -> Tensor:
-    """Add the projection of `y`, or of its picked rows, to `residual`."""
-    if picked is not None:
+def _add(output: ResidualProjection, y: Tensor, residual: Tensor, selected: SelectedRows | None) -> Tensor:
+    """Add the projection of `y`, or of its selected rows, to `residual`."""
+    if selected is not None:
         if not len(residual):
             return residual
-        y = y.index_select(0, picked.rows)
+        y = y.index_select(0, selected.rows)
     return output(y, residual)

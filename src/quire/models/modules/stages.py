@@ -100,12 +100,12 @@ class StageDecoder(Decoder):
         positions: Tensor,
         groups: Sequence[AttentionBatch | StateBatch],
         storages: Sequence[PagedKV | PagedStates],
-        given: tuple[Tensor, Tensor] | None = None,
+        row_embeddings: tuple[Tensor, Tensor] | None = None,
         output_rows: OutputRows | None = None,
         adapters: tuple[LoraRows, LoraRows | None] | None = None,
     ) -> Tensor:
         """Run the layers of this stage; see `Decoder`. All stages but the last compute and send all rows."""
-        assert given is None, "embeddings of media do not travel"
+        assert row_embeddings is None, "embeddings of media do not travel"
         rows = output_rows if self._stage.is_last else None
         if adapters is not None and rows is None:
             adapters = adapters[0], None

@@ -29,7 +29,7 @@ def cache_specs(
     if isinstance(spec, EncoderSpec):
         return (FullAttention(block_size=block_size, element_bytes=1),)
     specs = tuple(_cache_spec(group, block_size, cache_dtype, input_bytes) for group in spec.cache_groups)
-    if all(each.is_recurrent for each in specs):
+    if all(cache_spec.is_recurrent for cache_spec in specs):
         raise UnsupportedModel(
             "config.json: layer_types has no attention, so the KV cache has no blocks of tokens", field="layer_types"
         )

@@ -319,8 +319,8 @@ class ModelSpec:
     def cache_groups(self) -> tuple[LayerGroup, ...]:
         """The cache groups in the order of their first layers, token caches before states."""
         cache = [mixer.cache for layer in self.layers for mixer in layer.parts if mixer.cache is not None]
-        kinds = sorted(dict.fromkeys(cache), key=lambda each: isinstance(each, StateCacheShape))
-        groups = tuple(LayerGroup(cache.count(each), each) for each in kinds)
+        kinds = sorted(dict.fromkeys(cache), key=lambda kind: isinstance(kind, StateCacheShape))
+        groups = tuple(LayerGroup(cache.count(kind), kind) for kind in kinds)
         return (*groups, LayerGroup(1, StateCacheShape(1, self.width))) if self.is_mtp else groups
 
     @property

@@ -133,12 +133,12 @@ def _places_to_cut(layers: tuple[LayerSpec, ...]) -> list[int]:
 def stage_spec(spec: ModelSpec, stages: tuple[Stage, ...], idx: int) -> StageSpec:
     """Return the part of a model that a stage computes, with the whole model's vocabulary and width."""
     stage = stages[idx]
-    given = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
-    parts = [replace(spec, layers=_moved(spec.layers[each.first : each.end], each.first)) for each in stages]
+    values = {field.name: getattr(spec, field.name) for field in fields(ModelSpec)}
+    parts = [replace(spec, layers=_moved(spec.layers[other.first : other.end], other.first)) for other in stages]
     counts = [{cache: num_layers for num_layers, cache in part.cache_groups} for part in parts]
-    groups = (LayerGroup(max(each.get(cache, 0) for each in counts), cache) for _, cache in spec.cache_groups)
+    groups = (LayerGroup(max(count.get(cache, 0) for count in counts), cache) for _, cache in spec.cache_groups)
     return StageSpec(
-        **given | {"layers": parts[stage.idx].layers, "mtp": None, "groups": tuple(groups), "first": stage.first}
+        **values | {"layers": parts[stage.idx].layers, "mtp": None, "groups": tuple(groups), "first": stage.first}
     )
 
 
@@ -175,11 +175,11 @@ def stage_weights(
     splits = {renamed(name): split for name, split in (shares or {}).items()}
     if spec.per_layer_inputs is not None:
         width = spec.per_layer_inputs.width
-        own, length = (stage.first * width, stage.end * width), len(spec.layers) * width
+        bounds, length = (stage.first * width, stage.end * width), len(spec.layers) * width
         # A column of the table, and a row of the projection, for each per-layer input of the stage's layers.
         table, projection = "per_layer_inputs.embedding.weight", "per_layer_inputs.projection.weight"
-        splits[table] = Split(1, (own,), length, then=splits.get(table))
-        splits[projection] = Split(0, (own,), length)
+        splits[table] = Split(1, (bounds,), length, then=splits.get(table))
+        splits[projection] = Split(0, (bounds,), length)
     return {renamed(name): sources for name, sources in weight_map.items()}, splits
 
 
@@ -187,10 +187,10 @@ def renamer(stage: Stage) -> Callable[[str], str]:
     """Return a function from a weight's name in the whole model to its name in a stage; see `ELSEWHERE`."""
 
     def renamed(name: str) -> str:
-        part, _, rest = name.partition(".")
+        part, _, suffix = name.partition(".")
         if part != "layers":
             return name
-        number, _, weight = rest.partition(".")
+        number, _, weight = suffix.partition(".")
         idx = int(number)
         return f"layers.{idx - stage.first}.{weight}" if stage.first <= idx < stage.end else ELSEWHERE + name
 

@@ -32,5 +32,5 @@ METHODS: Mapping[str, Callable[[HFConfig, Mapping[str, StoredTensor]], StoredQua
 
 def read_quantization(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> StoredQuantization | None:
     """Return the reader of a checkpoint's quantised weights; None if its configuration names no method."""
-    found = read_quantization_config(config)
-    return None if found is None else METHODS[found.method](found.fields, stored)
+    quantization = read_quantization_config(config)
+    return None if quantization is None else METHODS[quantization.method](quantization.fields, stored)

@@ -57,8 +57,8 @@ class FP8:
         codes, scales = (
             ("", ("_scale_inv", "_scale")) if is_stack else (".weight", (".weight_scale_inv", ".weight_scale"))
         )
-        found = [suffix for suffix in scales if layer + suffix in self._stored]
-        return (codes, found[0] if found else scales[0])
+        present = [suffix for suffix in scales if layer + suffix in self._stored]
+        return (codes, present[0] if present else scales[0])
 
     def weight(self, layer: str, tensor: TensorSource) -> LayerWeight:
         """Return the layer's weight; see `StoredQuantization`."""
@@ -100,13 +100,13 @@ def read_float8(tensors: LayerTensors, codes: str, scales: str, block: tuple[int
     factors = _float_scales(tensors.take(scales, SCALES, *stored.shape)).view(-1, grid[-1])
 
     def read(rows: slice | Tensor) -> QuantizedRows:
-        found = octets[rows]
-        if bool(((found & 127) == 127).any()):
+        row_codes = octets[rows]
+        if bool(((row_codes & 127) == 127).any()):
             raise CheckpointError(f"layer {shown(tensors.layer)} has codes that are no numbers")
         index = torch.arange(len(octets))[rows]
         blocks = index // num_outputs * grid[-2] + index % num_outputs // block[0]
         row_scales = check_scales(tensors.layer, factors.index_select(0, blocks))
-        return QuantizedRows(found.contiguous(), repeat_groups(row_scales, block[1], num_inputs, form))
+        return QuantizedRows(row_codes.contiguous(), repeat_groups(row_scales, block[1], num_inputs, form))
 
     return LayerWeight(QuantizedWeight(form, (len(octets), num_inputs), read, tensors.num_bytes))
 

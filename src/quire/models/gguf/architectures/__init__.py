@@ -66,12 +66,12 @@ def read_architecture(
     """
     name = _name(fields)
     architecture = ARCHITECTURES[name]
-    known = with_parts(shapes)
-    config = architecture.read_config(Metadata(fields, name), known, floats)
+    all_shapes = with_parts(shapes)
+    config = architecture.read_config(Metadata(fields, name), all_shapes, floats)
     spec, weight_map = build(config)
     changes, ranges = architecture.changes(config), find_ranges(shapes, spec)
     return config, {
-        source: find_sources(architecture, changes, architecture.renamed(config, source), known, ranges)
+        source: find_sources(architecture, changes, architecture.renamed(config, source), all_shapes, ranges)
         for sources in weight_map.values()
         for source in sources
     }
@@ -83,9 +83,9 @@ def _name(fields: Mapping[str, Any]) -> str:
     if name == "clip":  # older vision encoders have no other mark
         kind = "mmproj"
     if kind != "model":
-        held = OTHER_KINDS.get(kind, "no whole model") if isinstance(kind, str) else "no whole model"
+        content = OTHER_KINDS.get(kind, "no whole model") if isinstance(kind, str) else "no whole model"
         raise UnsupportedModel(
-            f"general.type is {shown(kind)} and general.architecture {shown(name)}: the file holds {held}, but only "
+            f"general.type is {shown(kind)} and general.architecture {shown(name)}: the file holds {content}, but only "
             "whole language models are served",
             field="general.type",
         )

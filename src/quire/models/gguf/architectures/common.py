@@ -162,8 +162,8 @@ def layers_with(shapes: Shapes, num_layers: int, tensor: str) -> tuple[bool, ...
 
 def paired_rows(config: Config) -> dict[str, Change]:
     """Return the changes of query and key projections whose rows alternate between the halves of a head."""
-    half, rest = divmod(config["head_dim"], 2)
-    if rest:
+    half, remainder = divmod(config["head_dim"], 2)
+    if remainder:
         raise CheckpointError(f"heads must be of an even length, got {config['head_dim']}")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     return {
@@ -206,13 +206,13 @@ def _read_llama3(metadata: Metadata, shapes: Shapes, head_dim: int, floats: Floa
         return {}
     factors = read_floats(shapes, floats, FREQUENCY_FACTORS, head_dim // 2)
     theta, factor = metadata.number("rope.freq_base", 10_000.0), max(factors)
-    if theta < 1 or not all(0.99 < each < math.inf for each in factors):
+    if theta < 1 or not all(0.99 < value < math.inf for value in factors):
         raise _unknown_factors()
     turns = [LLAMA3_CONTEXT / (2 * math.pi) * theta ** (-2 * idx / head_dim) for idx in range(head_dim // 2)]
     for low, high in LLAMA3_FACTORS:
-        smooth = [min(1.0, max(0.0, (each - low) / max(high - low, 1e-9))) for each in turns]
+        smooth = [min(1.0, max(0.0, (turn - low) / max(high - low, 1e-9))) for turn in turns]
         expected = [1 / ((1 - share) / factor + share) for share in smooth]
-        if all(math.isclose(each, other, rel_tol=1e-3) for each, other in zip(factors, expected, strict=True)):
+        if all(math.isclose(actual, other, rel_tol=1e-3) for actual, other in zip(factors, expected, strict=True)):
             return {
                 "rope_type": "llama3",
                 "factor": factor,

@@ -178,7 +178,7 @@ def _turned_fraction(shapes: Shapes, head_dim: int, floats: Floats | None) -> fl
     factors = read_floats(shapes, floats, FREQUENCY_FACTORS, head_dim // 2)
     num_turned = sum(factor == 1.0 for factor in factors)
     ends = factors[num_turned:]
-    if not num_turned or factors[:num_turned] != [1.0] * num_turned or not all(each >= UNTURNED for each in ends):
+    if not num_turned or factors[:num_turned] != [1.0] * num_turned or not all(factor >= UNTURNED for factor in ends):
         raise CheckpointError(
             f"the tensor {FREQUENCY_FACTORS} must be ones, and then at least {UNTURNED:g}", field=FREQUENCY_FACTORS
         )

@@ -66,7 +66,7 @@ def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
         "norm_eps": config["rms_norm_eps"],
         "intermediate_size": metadata.same_integer("feed_forward_length"),
         "block_auto_adjust_ff_dim": False,
-        "layer_types": [FULL if each else CONV for each in kv_heads],
+        "layer_types": [FULL if num_heads else CONV for num_heads in kv_heads],
         "conv_L_cache": metadata.integer("shortconv.l_cache"),
         "conv_bias": has_tensor(shapes, "shortconv.conv.bias"),
     }

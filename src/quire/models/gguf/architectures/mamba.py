@@ -87,7 +87,7 @@ def _read_granite_hybrid(metadata: Metadata, shapes: Shapes, floats: Floats | No
         | _read_mamba(metadata, shapes)
         | {
             "mamba_expand": inner // width,
-            "layer_types": [RECURRENT if each else FULL for each in is_recurrent],
+            "layer_types": [RECURRENT if flag else FULL for flag in is_recurrent],
         }
     )
 

@@ -53,7 +53,7 @@ class Metadata:
         """Read an integer of at least 0 for each layer; a single number applies to all layers."""
         value, count = self._get(name, None), self.num_blocks
         values = value if isinstance(value, list | tuple) else [value] * count
-        if len(values) != count or not all(type(each) is int and 0 <= each <= MAX_INTEGER for each in values):
+        if len(values) != count or not all(type(item) is int and 0 <= item <= MAX_INTEGER for item in values):
             raise self.wrong(name, value, f"an integer from 0 to {MAX_INTEGER}, or {count} of them")
         return tuple(values)
 
@@ -91,7 +91,7 @@ class Metadata:
         value = self._get(name, default)
         if type(value) is int and value > 0:
             return tuple((idx + 1) % value > 0 for idx in range(count))
-        if isinstance(value, list | tuple) and len(value) == count and all(each in (0, 1) for each in value):
+        if isinstance(value, list | tuple) and len(value) == count and all(flag in (0, 1) for flag in value):
             return tuple(map(bool, value))
         raise self.wrong(name, value, f"a period or {count} flags")
 
@@ -126,4 +126,4 @@ def shortest(value: float) -> float:
     if struct.unpack("<f", stored)[0] != value:
         return value
     decimals = (float(f"{value:.{digits}g}") for digits in range(6, 10))
-    return next(each for each in decimals if struct.pack("<f", each) == stored)
+    return next(decimal for decimal in decimals if struct.pack("<f", decimal) == stored)

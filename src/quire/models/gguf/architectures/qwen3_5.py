@@ -85,8 +85,10 @@ def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
     num_layers = num_blocks - num_mtp_layers
     mtp: Config = {}
     if f"blk.{num_layers}.nextn.eh_proj.weight" in shapes:
-        own = has_tensor(shapes, "nextn.embed_tokens.weight") or has_tensor(shapes, "nextn.shared_head_head.weight")
-        mtp = {"mtp_num_hidden_layers": num_mtp_layers, "mtp_use_dedicated_embeddings": own}
+        has_embeddings = has_tensor(shapes, "nextn.embed_tokens.weight") or has_tensor(
+            shapes, "nextn.shared_head_head.weight"
+        )
+        mtp = {"mtp_num_hidden_layers": num_mtp_layers, "mtp_use_dedicated_embeddings": has_embeddings}
     num_value_heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
     if inner % num_value_heads:
         raise metadata.wrong("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank ({num_value_heads})")
@@ -98,7 +100,7 @@ def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
         "num_hidden_layers": num_layers,
         "rope_parameters": config["rope_parameters"] | rope,
         "attention_bias": has_tensor(shapes, "attn_q.bias"),
-        "layer_types": [RECURRENT if each else FULL for each in is_recurrent],
+        "layer_types": [RECURRENT if flag else FULL for flag in is_recurrent],
         "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
         "linear_key_head_dim": metadata.integer("ssm.state_size"),
         "linear_num_key_heads": metadata.integer("ssm.group_count"),

@@ -144,13 +144,16 @@ def find_sources(
     numbered = _EXPERT.search(match[2])
     inner = match[2] if numbered is None else _EXPERT.sub("", match[2])
     expert = None if numbered is None else int(numbered[1])
-    found, kind = architecture.layer.get(inner), ""
-    if found is None:
+    stems, kind = architecture.layer.get(inner), ""
+    if stems is None:
         module, _, kind = inner.rpartition(".")
-        found, kind = architecture.layer.get(module, module), f".{kind}"
+        stems, kind = architecture.layer.get(module, module), f".{kind}"
     change = changes.get(inner, Change())
-    names = [f"blk.{match[1]}.{each}{kind}" for each in ((found,) if isinstance(found, str) else found)]
-    return tuple(_source(each, ranges.get(each), expert, change, name, shapes.get(each)) for each in names)
+    names = [f"blk.{match[1]}.{stem}{kind}" for stem in ((stems,) if isinstance(stems, str) else stems)]
+    return tuple(
+        _source(tensor_name, ranges.get(tensor_name), expert, change, name, shapes.get(tensor_name))
+        for tensor_name in names
+    )
 
 
 def _source(
