@@ -85,11 +85,11 @@ class Proxy:
         if path == "/router/replicas" and method == "GET":
             return _json({"replicas": [replica.describe() for replica in fleet.replicas.values()]})
         if path in ("/router/drain", "/router/undrain") and method == "POST":
-            given = _parse(await self._bodies.read(scope, receive)).get("replica")
-            replica = fleet.replicas.get(given) if isinstance(given, str) else None
+            name = _parse(await self._bodies.read(scope, receive)).get("replica")
+            replica = fleet.replicas.get(name) if isinstance(name, str) else None
             if replica is None:
                 names = ", ".join(fleet.replicas)
-                why = f"replica must be one of {names}, got {given!r:.100}"
+                why = f"replica must be one of {names}, got {name!r:.100}"
                 raise ApiError(400, why, code="invalid_value", param="replica")
             replica.is_draining = path == "/router/drain"
             replica.update()

@@ -201,9 +201,9 @@ class Exchange:
             is_cancelled_here = task.cancel()
 
         self._left.add_done_callback(cancel)
-        found = None
+        result = None
         try:
-            found = await work
+            result = await work
         except asyncio.CancelledError:
             if not is_cancelled_here or task.cancelling() > num_cancelled + 1:
                 raise
@@ -211,7 +211,7 @@ class Exchange:
             self._left.remove_done_callback(cancel)
             if is_cancelled_here:
                 task.uncancel()
-        return found
+        return result
 
     async def relay(
         self,

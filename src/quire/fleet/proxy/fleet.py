@@ -57,8 +57,10 @@ class Fleet:
 
     def available(self, excluded: Sequence[str] = ()) -> list[Replica]:
         """Return the servers that take requests, the fewest requests in flight first."""
-        found = [each for name, each in self.replicas.items() if each.is_available and name not in excluded]
-        return sorted(found, key=lambda replica: replica.num_in_flight)
+        available = [
+            replica for name, replica in self.replicas.items() if replica.is_available and name not in excluded
+        ]
+        return sorted(available, key=lambda replica: replica.num_in_flight)
 
     def refresh(self) -> None:
         """Let servers whose break is over take requests again."""

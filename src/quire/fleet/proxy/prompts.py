@@ -59,16 +59,16 @@ class RoutedPrompts:
 
     async def read(self, path: str, raw: bytes, body: Mapping[str, Any], tenant: str | None) -> Prompt:
         """Return the prompt of a request."""
-        given = body.get("prompt") if path == "/v1/completions" else None
-        if isinstance(given, list) and given and isinstance(given[0], list):
-            given = given[0]
-        is_tokens = isinstance(given, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in given)
+        value = body.get("prompt") if path == "/v1/completions" else None
+        if isinstance(value, list) and value and isinstance(value[0], list):
+            value = value[0]
+        is_tokens = isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in value)
         key = blake2b(path.encode() + b"\0" + raw, digest_size=16).digest()
         if key in self._kept:
             self._kept.move_to_end(key)
             prompt = self._kept[key]
-        elif is_tokens and given and body.get("cache_salt") is None and body.get("model") is None:
-            prompt = Prompt(given, Scope())
+        elif is_tokens and value and body.get("cache_salt") is None and body.get("model") is None:
+            prompt = Prompt(value, Scope())
         else:
             prompt = _read(await self._ask(b'{"path":%b,"body":%b}' % (json.dumps(path).encode(), raw)))
             self._keep(key, prompt)
@@ -87,8 +87,8 @@ class RoutedPrompts:
 def _read(answer: bytes | None) -> Prompt:
     """Return the prompt of an answer; without an answer, a prompt without tokens, so that queues decide."""
     try:
-        found = json.loads(answer or b"{}")
-        token_ids, adapter, salt = (found.get(name) for name in ("tokens", "adapter", "cache_salt"))
+        fields = json.loads(answer or b"{}")
+        token_ids, adapter, salt = (fields.get(name) for name in ("tokens", "adapter", "cache_salt"))
         encode(token_ids)
     except (ValueError, AttributeError, TypeError, OverflowError):
         return Prompt([], Scope())

@@ -40,8 +40,8 @@ class EventCutter:
 
     def finish(self) -> bytes:
         """Return the rest at the end of a whole answer."""
-        rest, self._rest = self._rest, b""
-        return rest
+        remainder, self._rest = self._rest, b""
+        return remainder
 
     def has_last_event(self, path: str) -> bool:
         """Return whether the last event of a route's stream was forwarded, so that the answer is complete."""
@@ -71,7 +71,7 @@ def error_event(path: str, error: ApiError) -> bytes:
 def fields_of(body: bytes) -> Mapping[str, Any]:
     """Return the fields of a JSON object; none for anything else."""
     try:
-        found = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}

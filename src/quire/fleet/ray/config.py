@@ -97,8 +97,8 @@ class AppConfig:
         engine: dict[str, Any] = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN}
         server = {name: os.environ[variable] for name, variable in KEYS.items() if os.environ.get(variable)}
         parts: dict[str, dict[str, Any]] = {"engine": engine, "server": server, "replicas": {}}
-        for given, value in arguments.items():
-            name = str(given).replace("-", "_")
+        for key, value in arguments.items():
+            name = str(key).replace("-", "_")
             if name in OF_SERVE:
                 raise ConfigError(
                     f"{name} is decided by Serve's own proxies (http_options of its configuration), got {shown(value)}",

@@ -38,7 +38,7 @@ class ServedReplica:
 
         limit_digits()
         self._name = str(serve.get_replica_context().replica_id.unique_id)
-        gpus = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", ())]
+        gpus = [str(gpu_id) for gpu_id in ray.get_runtime_context().get_accelerator_ids().get("GPU", ())]
         device = device_of(str(engine_options.get("device", "auto")), gpus)
         options = {**engine_options, **_events(engine_options, kv_events_host), "device": device}
         config, engine_config = ServerConfig(**server_options), EngineConfig.from_options(**options)

@@ -147,7 +147,7 @@ class ReplicaFleet:
         num_others = max(0, num_ongoing - self._num_own[name])
         if not num_others and name not in self._others_s:
             return
-        tokens = sum(self.router.own_tokens(each) for each in self.replicas)
+        tokens = sum(self.router.own_tokens(replica) for replica in self.replicas)
         mean = max(self.router.config.stream_tokens, tokens // max(1, sum(self._num_own.values())))
         self.router.set_others(name, num_others * mean)
         self._others_s[name] = time.monotonic() if now_s is None else now_s
@@ -200,10 +200,10 @@ class ReplicaFleet:
         self._following[name] = asyncio.get_running_loop().create_task(subscriber.run())
 
     async def _describe(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+        descriptions: dict[str, dict[str, Any]] = {}
         for name, described in self.replicas.items():
             feed, load = self.router.feeds[name], self.router.load_of(name)
-            found[name] = {
+            descriptions[name] = {
                 "replica": name,
                 "is_available": True,
                 "num_in_flight": self._num_own[name],
@@ -218,7 +218,7 @@ class ReplicaFleet:
                 "node_ip": described.get("node_ip"),
                 "pid": described.get("pid"),
             }
-        return found
+        return descriptions
 
 
 def open_fleet(app_name: str, config: RouterConfig, node_ip: str) -> ReplicaFleet:

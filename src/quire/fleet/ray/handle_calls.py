@@ -53,7 +53,7 @@ class HandleAnswer:
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header; empty if it is missing."""
-        return next((value for each, value in self.headers if each == name), b"")
+        return next((value for key, value in self.headers if key == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
         """Yield the parts of the body as they arrive."""

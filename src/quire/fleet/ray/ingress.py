@@ -146,11 +146,11 @@ class Ingress:
 
     async def _all_router_metrics(self) -> bytes:
         """Return the metrics of the routers of all ingresses, since any ingress may get the request for them."""
-        found = [await self.router_metrics()]
+        texts = [await self.router_metrics()]
         with suppress(UpstreamLost):
             answers = await self._ask_all("router_metrics", timeout_s=ASK_S, handle=self._ingresses)
-            found += [each for each in answers if not isinstance(each, BaseException) and each[0] != self._name]
-        return merge_metrics(found, INGRESS)
+            texts += [answer for answer in answers if not isinstance(answer, BaseException) and answer[0] != self._name]
+        return merge_metrics(texts, INGRESS)
 
     # ---- forwarded requests ----
 
@@ -246,12 +246,12 @@ class _Broadcast:
 
     async def request(self, method: str, target: bytes, headers: Any, body: bytes) -> _Received:
         """Return the first answer with an error status, or else the first answer."""
-        found = await self._ask_all("answer_whole", RoutedCall(method, target, tuple(headers), body))
-        lost = [each for each in found if isinstance(each, BaseException)]
-        if lost or not found:
+        replies = await self._ask_all("answer_whole", RoutedCall(method, target, tuple(headers), body))
+        lost = [reply for reply in replies if isinstance(reply, BaseException)]
+        if lost or not replies:
             raise UpstreamLost(lost_by(lost[0]) if lost else "there is no replica")
-        answers: list[WholeAnswer] = found
-        chosen = next((each for each in answers if each.head.status >= 400), answers[0])
+        answers: list[WholeAnswer] = replies
+        chosen = next((answer for answer in answers if answer.head.status >= 400), answers[0])
         self.replica = chosen.head.replica
         return _Received(chosen)
 
@@ -266,7 +266,7 @@ class _Received:
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header; empty if it is missing."""
-        return next((value for each, value in self.headers if each == name), b"")
+        return next((value for key, value in self.headers if key == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
         """Yield the body."""
@@ -282,7 +282,7 @@ def _without_request_id(app: ASGIApp) -> ASGIApp:
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_rest(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [each for each in message["headers"] if each[0].lower() != b"x-request-id"]
+                message["headers"] = [header for header in message["headers"] if header[0].lower() != b"x-request-id"]
             await send(message)
 
         await app(scope, receive, send_rest)

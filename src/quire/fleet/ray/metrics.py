@@ -42,9 +42,9 @@ class _Merged(Collector):
         yield from self._families.values()
 
 
-def merge_metrics(found: Iterable[Any], label: str = REPLICA) -> bytes:
+def merge_metrics(answers: Iterable[Any], label: str = REPLICA) -> bytes:
     """Return the metrics of all replicas in Prometheus' text format."""
-    texts = [each for each in found if not isinstance(each, BaseException)]
+    texts = [answer for answer in answers if not isinstance(answer, BaseException)]
     registry = CollectorRegistry()
     registry.register(_Merged(texts, label))
     return generate_latest(registry)

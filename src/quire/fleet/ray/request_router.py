@@ -24,7 +24,7 @@ class CacheAwareRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Update the set of replicas."""
-        self.fleet.update({each.replica_id.unique_id: each.replica_metadata for each in replicas})
+        self.fleet.update({replica.replica_id.unique_id: replica.replica_metadata for replica in replicas})
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -39,7 +39,7 @@ class CacheAwareRouter(RequestRouter):
         if pending_request is not None:
             # If all replicas are full, Serve waits a while before it asks again.
             pending_request.routing_context.should_backoff = True
-        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         names = self.fleet.rank(_ticket_of(pending_request) or Ticket())
         return [[by_name[name]] for name in names if name in by_name]
 

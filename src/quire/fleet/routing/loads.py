@@ -142,24 +142,24 @@ class LoadOrder:
         if load.is_available:
             heapq.heappush(self._heap, self._entry(replica, load))
         if len(self._heap) > 4 * len(self.loads) + 64:
-            self._heap = [self._entry(each, known) for each, known in self.loads.items() if known.is_available]
+            self._heap = [self._entry(number, other) for number, other in self.loads.items() if other.is_available]
             heapq.heapify(self._heap)
 
     def least(self, count: int, excluded: frozenset[int]) -> list[int]:
         """Return the available replicas with the shortest queues; of equal queues, the fewest computed tokens first."""
-        found: list[int] = []
+        replicas: list[int] = []
         popped: list[tuple[float, int, int, int]] = []
-        while self._heap and len(found) < count:
+        while self._heap and len(replicas) < count:
             entry = heapq.heappop(self._heap)
             load = self.loads.get(entry[2])
             if load is None or load.version != entry[3] or not load.is_available:
                 continue
             popped.append(entry)
             if entry[2] not in excluded:
-                found.append(entry[2])
+                replicas.append(entry[2])
         for entry in popped:
             heapq.heappush(self._heap, entry)
-        return found
+        return replicas
 
     def _entry(self, replica: int, load: ReplicaLoad) -> tuple[float, int, int, int]:
         return (self.queue_tokens(replica) * load.slowness, load.computed_tokens, replica, load.version)

@@ -305,9 +305,9 @@ class Router:
             numbers = self._order.least(MAX_IDLE, skipped)
         else:
             # The next replica is the one added after the replica of the last turn, cyclically.
-            able = (each for each, load in self._order.loads.items() if load.is_available and each not in skipped)
+            able = (number for number, load in self._order.loads.items() if load.is_available and number not in skipped)
             numbers = sorted(able, key=lambda number: (number <= self._last_turn, number))
-        return [Route(self._names[each], NO_HIT, 0.0, len(request.token_ids), _number=each) for each in numbers]
+        return [Route(self._names[number], NO_HIT, 0.0, len(request.token_ids), _number=number) for number in numbers]
 
     def _measure(self, load: ReplicaLoad, seconds: float, num_tokens: int, now_s: float) -> None:
         """Record the time to a request's first token; `num_tokens` includes the tokens queued before the request."""

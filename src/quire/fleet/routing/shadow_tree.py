@@ -141,16 +141,16 @@ class ShadowTree:
     def path(self, token_bytes: bytes, scope: Scope, block_size: int) -> list[ShadowNode]:
         """Return the nodes of a prompt's leading whole blocks, up to the first block without a node."""
         node = self._roots.get(scope)
-        size, found = block_size * TOKEN_BYTES, list[ShadowNode]()
+        size, path = block_size * TOKEN_BYTES, list[ShadowNode]()
         if not size:  # a replica without events
-            return found
+            return path
         # At least one token is left to compute.
         for start in range(0, (len(token_bytes) - TOKEN_BYTES) // size * size, size):
             node = node.children.get(token_bytes[start : start + size]) if node is not None else None
             if node is None:
                 break
-            found.append(node)
-        return found
+            path.append(node)
+        return path
 
     def hit(self, replica: int, path: Sequence[ShadowNode], token_bytes: bytes, scope: Scope) -> Hit:
         """Return the longest prefix of a prompt that a replica can reuse."""
@@ -196,11 +196,11 @@ class ShadowTree:
                 parent = self._roots[scope] = ShadowNode(None, b"")
         else:
             name = event.parent_block_hash
-            known = blocks.nodes.get(name) or blocks.tombstones.get(name)
-            if known is None:
+            parent_node = blocks.nodes.get(name) or blocks.tombstones.get(name)
+            if parent_node is None:
                 blocks.num_unplaced += len(event.block_hashes)
                 return
-            parent = known
+            parent = parent_node
         bit, size = bit_of(event.group_idx, event.medium), event.block_size * TOKEN_BYTES
         for idx, name in enumerate(event.block_hashes):
             content = event.tokens[idx * size : (idx + 1) * size]
