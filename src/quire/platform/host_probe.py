@@ -106,8 +106,8 @@ def _lineage(mount: Path, path: str) -> list[Path]:
 
     In a container, the group's path is often not visible; instead, the group is the root of the mount.
     """
-    own = mount / path.lstrip("/")
-    groups = [own, *own.parents]
+    group = mount / path.lstrip("/")
+    groups = [group, *group.parents]
     return groups[: groups.index(mount) + 1]
 
 

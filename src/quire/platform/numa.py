@@ -31,16 +31,16 @@ def nodes_of(allowed: Collection[int], root: Path = ROOT) -> list[list[Core]]:
             siblings is a core.
     """
     folder = root / "sys/devices/system/node"
-    found: dict[int, set[int]] = {}
+    cpus_of: dict[int, set[int]] = {}
     for path in folder.glob("node*"):
         name = NODE.fullmatch(path.name)
         cpus = _list(path / "cpulist")
         if name is not None and cpus is not None:
-            found[int(name[1])] = cpus & {*allowed}
-    known = set[int]().union(*found.values())
-    nodes = [found[node] for node in sorted(found)]
-    if rest := {*allowed} - known:
-        nodes.append(rest)
+            cpus_of[int(name[1])] = cpus & {*allowed}
+    placed = set[int]().union(*cpus_of.values())
+    nodes = [cpus_of[node] for node in sorted(cpus_of)]
+    if unplaced := {*allowed} - placed:
+        nodes.append(unplaced)
     return [_cores(node, root) for node in nodes if node]
 
 
@@ -56,13 +56,13 @@ def share_cores(nodes: Sequence[Sequence[Core]], num_ranks: int) -> list[tuple[i
     shares: list[tuple[int, ...]] = []
     for rank in range(num_ranks):
         if num_ranks < len(nodes):  # several nodes each
-            first, end = (len(nodes) * each // num_ranks for each in (rank, rank + 1))
+            first, end = (len(nodes) * idx // num_ranks for idx in (rank, rank + 1))
             cores = [core for node in nodes[first:end] for core in node]
         else:
             node_idx = rank * len(nodes) // num_ranks
-            ranks = [each for each in range(num_ranks) if each * len(nodes) // num_ranks == node_idx]
-            node, place = nodes[node_idx], ranks.index(rank)
-            cores = list(node[len(node) * place // len(ranks) : len(node) * (place + 1) // len(ranks)])
+            ranks = [other for other in range(num_ranks) if other * len(nodes) // num_ranks == node_idx]
+            node, share_idx = nodes[node_idx], ranks.index(rank)
+            cores = list(node[len(node) * share_idx // len(ranks) : len(node) * (share_idx + 1) // len(ranks)])
         most = max(map(len, cores), default=0)
         shares.append(tuple(core[turn] for turn in range(most) for core in cores if turn < len(core)))
     return shares
@@ -87,11 +87,11 @@ def bound_to(cpus: Collection[int]) -> Iterator[None]:
 
 def _cores(cpus: Collection[int], root: Path) -> list[Core]:
     """Group hardware threads by physical core."""
-    found: dict[Core, None] = {}
+    cores: dict[Core, None] = {}
     for cpu in sorted(cpus):
         siblings = _list(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or {cpu}
-        found[tuple(sorted(siblings & {*cpus} | {cpu}))] = None
-    return list(found)
+        cores[tuple(sorted(siblings & {*cpus} | {cpu}))] = None
+    return list(cores)
 
 
 def _list(path: Path) -> set[int] | None:

@@ -114,15 +114,15 @@ class JSONReader:
                 answer = process.ask(raw, TIMEOUT_S)
         except LimitExceeded as error:
             raise BadJSON("it has too many values") from error
-        header, _, rest = answer.partition(b"\n")
+        header, _, payload = answer.partition(b"\n")
         reason, lists = json.loads(header)
         if reason:
             raise BadJSON(reason)
         num_integers = sum(count for _, count in lists)
         integers = array("q")
-        split = len(rest) - num_integers * integers.itemsize
-        integers.frombytes(rest[split:])
-        value, start = json.loads(rest[:split]), 0
+        split = len(payload) - num_integers * integers.itemsize
+        integers.frombytes(payload[split:])
+        value, start = json.loads(payload[:split]), 0
         for path, count in lists:
             whole: list[int] = []
             for part in range(start, start + count, PART):

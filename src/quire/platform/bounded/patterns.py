@@ -40,12 +40,12 @@ def match_names(
             left = min(timeout_s, deadline - time.monotonic())
             if left <= 0:
                 raise LimitExceeded("time")
-            found = json.loads(process.ask(json.dumps(pattern).encode(), left))
+            answer = json.loads(process.ask(json.dumps(pattern).encode(), left))
             # The time starts with the first answer, since this waits until the process has started.
             deadline = min(deadline, time.monotonic() + timeout_s)
-            if isinstance(found, str):
-                raise ValueError(f"{pattern[:80]!r} is not a valid regular expression: {found}")
-            matches[pattern] = frozenset(names[idx] for idx in found)
+            if isinstance(answer, str):
+                raise ValueError(f"{pattern[:80]!r} is not a valid regular expression: {answer}")
+            matches[pattern] = frozenset(names[idx] for idx in answer)
     except LimitExceeded as error:
         raise ValueError(f"matching {pattern[:80]!r} exceeds the limit of {error.limit}") from error
     finally:
@@ -58,12 +58,12 @@ def matcher(setup: bytes) -> Callable[[bytes], bytes]:
     names = json.loads(setup)
 
     def answer(question: bytes) -> bytes:
-        found: list[int] | str
+        result: list[int] | str
         try:
             matches = re.compile(json.loads(question)).match
-            found = [idx for idx, name in enumerate(names) if matches(name)]
+            result = [idx for idx, name in enumerate(names) if matches(name)]
         except (re.error, RecursionError, OverflowError) as error:
-            found = str(error) or type(error).__name__
-        return json.dumps(found).encode()
+            result = str(error) or type(error).__name__
+        return json.dumps(result).encode()
 
     return answer
