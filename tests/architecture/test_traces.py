@@ -24,7 +24,7 @@ LIMITS = {
     "asynchronous": (26, 3_100, 88),
     "prompt": (59, 6_400, 215),
 }
-CHAT_LIMITS = 130, 13_500
+CHAT_LIMITS = 129, 13_700
 # Changes of file in the control plane, for any number of sequences.
 MAX_CHANGES = 8
 

@@ -17,7 +17,7 @@ from quire.server.generation.logprob_fields import TokenNames
 from quire.server.http.direct_events import MAX_CHARS, DirectEvents
 from quire.server.protocols.chat_completions import ChatExtras, ChatReply
 from quire.server.protocols.completions import CompletionExtras, CompletionReply
-from tests.server.test_stream_merge import Source, added, never, read
+from tests.server.test_stream_merge import Source, deltas, never, read
 
 PATIENCE_S = 60
 HEAD = {"id": "a-1", "object": "o", "created": 1, "model": 'name with "quotes" and {"mark": []}', "usage_of": "x"}
@@ -125,23 +125,28 @@ def test_nothing_overtakes_what_the_task_has_not_sent() -> None:
         go_on = asyncio.Event()
 
         async def run() -> None:
-            async for batch in merger.deltas([source.stream()], never, added):
+            async for batch in deltas(merger, [source], take=direct.take):
                 batches.put_nowait(batch)
                 await go_on.wait()  # the client does not read
 
-        task = asyncio.create_task(run())
         direct, written = DirectEvents(OpenAIReply(completion(), options), TokenCount(), merger), Written()
+        task = asyncio.create_task(run())
+        source.put(delta("first"))
+        await batches.get()
         writer: Any = written
         direct.writer = writer
-        source.items.put_nowait(delta("first"))
-        await batches.get()
-        assert not direct.take(0, delta("second"))
+        source.put(delta("second"))
+        assert not written.pieces
         go_on.set()
+        assert [each.outputs[0].text for _, each in await batches.get()] == ["second"]
         while not merger.is_waiting:
             await asyncio.sleep(0)
-        assert direct.take(0, delta("third"))
+        source.put(delta("third"))
+        assert len(written.pieces) == 1
         merger.fail(RuntimeError("the end"))
-        assert not direct.take(0, delta("fourth"))
+        source.put(delta("fourth"))
+        assert len(written.pieces) == 1
+        assert [each.outputs[0].text for _, each in await batches.get()] == ["fourth"]
         with pytest.raises(RuntimeError):
             await task
 

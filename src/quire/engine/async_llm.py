@@ -55,6 +55,7 @@ class AsyncLLM:
         texts: tokenizes texts and renders chats.
         pooling: pooling of the model's embeddings.
         adapters: loaded adapters.
+        submitter: submits requests whose outputs go elsewhere than to the iterators of `generate`.
     """
 
     def __init__(self, model: LoadedModel, metrics: Metrics | None = None) -> None:
@@ -76,7 +77,7 @@ class AsyncLLM:
         self._thread = EngineThread(self._engine, self.metrics, self._slots)
         if self._engine.kv_events is not None:
             self._engine.kv_events.wake = lambda: self._thread.put(Call(Engine.publish_kv_events))
-        self._submitter = Submitter(self._engine, self._thread, self._slots, self.texts, self.adapters, self.metrics)
+        self.submitter = Submitter(self._engine, self._thread, self._slots, self.texts, self.adapters, self.metrics)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncLLM:
@@ -117,7 +118,7 @@ class AsyncLLM:
             EngineClosed: the engine was shut down.
             WorkerError: the engine is dead.
         """
-        return self._submitter.reserve(count)
+        return self.submitter.reserve(count)
 
     def check_room(self) -> None:
         """Check that the waiting queue has a free slot; cheap.
@@ -142,7 +143,6 @@ class AsyncLLM:
         retain_cache: bool = False,
         lora_request: LoRARequest | None = None,
         final_only: bool = False,
-        take: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of outputs: deltas, unless `sampling_params.output_kind` is another kind.
 
@@ -161,8 +161,6 @@ class AsyncLLM:
             retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
             lora_request: adapter of the request; None for the base model.
             final_only: True for deltas twice a second, which cost less; `RequestOutputKind.FINAL_ONLY` implies it.
-            take: function that is called on the event loop with each delta that arrives while none is unread; a delta
-                for which it returns True is not yielded. With `RequestOutputKind.DELTA` only.
 
         Raises:
             RequestError: the request was refused; raised at the first item, or at once for an option
@@ -180,7 +178,7 @@ class AsyncLLM:
             lora_request=lora_request,
             final_only=getattr(sampling_params, "output_kind", None) is RequestOutputKind.FINAL_ONLY or final_only,
         )
-        return self.stream(prompt, sampling_params, options, place=place, request_id=request_id, take=take)
+        return self.stream(prompt, sampling_params, options, place=place, request_id=request_id)
 
     async def stream(
         self,
@@ -190,14 +188,13 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         place: SlotReservation | None = None,
-        take: Callable[[RequestOutput], bool] | None = None,
         on_end: Callable[[Engine], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Submit a request, once its texts are tokens, and yield its outputs; see `generate`, `Stream`."""
         if isinstance(params, SamplingParams):  # else it is refused below
             params = params.clone()
-        mailbox = OutputMailbox(take)
-        stream = await self._submitter.submit(
+        mailbox = OutputMailbox()
+        stream = await self.submitter.submit(
             prompt, params, options, mailbox.put, place=place, request_id=request_id, on_end=on_end
         )
         is_finished = False
@@ -210,8 +207,8 @@ class AsyncLLM:
                 if output is not None:
                     yield output
         finally:
-            if not is_finished:  # else the engine has ended the request
-                self._submitter.abandon(stream)
+            if not is_finished:  # a request that the engine has ended is left alone
+                self.submitter.abandon(stream)
 
     async def abort(self, request_id: str) -> bool:
         """End a request in any state; its iteration ends with an output of the finish reason "abort".
@@ -378,11 +375,11 @@ class AsyncLLM:
         Returns:
             True if all have ended in time.
         """
-        return await self._submitter.drain(timeout_s)
+        return await self.submitter.drain(timeout_s)
 
     def shutdown(self) -> None:
         """End every request and the engine's thread, which gets 30 seconds to end its step; may be called twice."""
-        self._submitter.is_draining = self._submitter.is_closed = True
+        self.submitter.is_draining = self.submitter.is_closed = True
         self._thread.shutdown(timeout_s=30)
         self.texts.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from quire.engine.outputs.outputs import RequestOutput
 
@@ -17,10 +16,9 @@ class OutputMailbox:
     Deltas that were not read yet are merged, so a slow reader holds at most one output.
     """
 
-    __slots__ = ("_delta", "_error", "_has_item", "_take")
+    __slots__ = ("_delta", "_error", "_has_item")
 
-    def __init__(self, take: Callable[[RequestOutput], bool] | None = None) -> None:
-        self._take = take
+    def __init__(self) -> None:
         self._delta: RequestOutput | None = None
         self._error: Exception | None = None
         self._has_item = asyncio.Event()
@@ -40,19 +38,8 @@ class OutputMailbox:
         """Add an item."""
         if isinstance(item, Exception):
             self._error = item
-        elif self._is_taken(item):
-            return
         elif self._delta is None:
             self._delta = item
         else:
             self._delta.add(item)
         self._has_item.set()
-
-    def _is_taken(self, delta: RequestOutput) -> bool:
-        if self._take is None or self._has_item.is_set():
-            return False
-        try:
-            return self._take(delta)
-        except Exception as error:  # the caller has deltas of other requests
-            self._error = error
-            return False

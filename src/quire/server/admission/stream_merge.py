@@ -1,11 +1,9 @@
-"""Merging of a request's output streams with the client's disconnect and the server's stop."""
+"""Merging of the outputs of a request's prompts with the client's disconnect and the server's stop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
-from typing import cast
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from starlette.types import Receive
 
@@ -14,6 +12,8 @@ from quire.errors import RequestError
 
 # Index of a prompt, and its new output.
 Delta = tuple[int, RequestOutput]
+# Submits the request of a prompt, by its index, and returns the function that ends it early.
+Submit = Callable[[int], Awaitable[Callable[[], None]]]
 
 
 class ClientGone(Exception):
@@ -38,7 +38,10 @@ class StreamMerger:
         self._idle_s = idle_s
         self._pending: dict[int, RequestOutput] = {}
         self._error: Exception | None = None
-        self._num_ended = 0
+        self._take: Callable[[int, RequestOutput], bool] | None = None
+        # Prompts whose requests have not ended, and functions that end those that are submitted.
+        self._unfinished: set[int] = set()
+        self._abandon: dict[int, Callable[[], None]] = {}
         self._has_happened = asyncio.Event()
         self._is_reader_waiting = False
         # True once the engine has accepted all requests, so that none can be refused; only then silences are reported.
@@ -66,23 +69,41 @@ class StreamMerger:
         self._error = self._error or error
         self._has_happened.set()
 
+    def put(self, idx: int, item: RequestOutput | Exception) -> None:
+        """Add the next delta of a prompt, or the error that ends its request; called on the event loop."""
+        if isinstance(item, Exception):
+            if isinstance(item, RequestError):
+                item.prompt_idx = idx
+            self._unfinished.discard(idx)
+            self.fail(item)
+            return
+        if item.finished:
+            self._unfinished.discard(idx)
+        elif self._take is not None and self.is_waiting and self._take(idx, item):
+            return
+        merge(self._pending, idx, item)
+        self._has_happened.set()
+
     async def deltas(
         self,
-        streams: Sequence[AsyncIterator[RequestOutput]],
+        num_prompts: int,
+        submit: Submit,
         receive: Receive,
         has_added: Callable[[], Awaitable[bool]],
+        take: Callable[[int, RequestOutput], bool] | None = None,
     ) -> AsyncGenerator[list[Delta], None]:
         """Yield the available deltas as soon as there are any, and an empty list after a silence.
 
         A silence counts once the engine has accepted the requests: until then one may still be refused, and data sent
         during a silence would have determined the status of the answer.
 
-        At its end, from any cause (the last output, an error, the client, the caller), every stream is closed, and with
-        it the engine's request.
+        At its end, from any cause (the last output, an error, the client, the caller), the engine's requests are ended.
+        `submit` submits the request of a prompt, whose outputs go to `put`. `take` is called with each delta that comes
+        while the reader waits; a delta for which it returns True is not yielded.
         """
-        tasks = [asyncio.create_task(self._pump(idx, stream)) for idx, stream in enumerate(streams)]
-        tasks.append(asyncio.create_task(self._watch_client(receive)))
-        tasks.append(asyncio.create_task(self._watch_silence(has_added)))
+        self._unfinished, self._take = set(range(num_prompts)), take
+        work = (self._submit_all(num_prompts, submit), self._watch_client(receive), self._watch_silence(has_added))
+        tasks = [*map(asyncio.create_task, work)]
         is_over = False
         try:
             while not is_over:
@@ -93,7 +114,7 @@ class StreamMerger:
                 self._has_happened.clear()
                 # A snapshot: events that happen while the caller sends belong to the next turn.
                 deltas, self._pending = list(self._pending.items()), {}
-                error, is_over = self._error, self._num_ended == len(streams)
+                error, is_over = self._error, not self._unfinished
                 is_idle, self._is_idle = self._is_idle, False
                 if isinstance(error, ClientGone):
                     raise error
@@ -107,21 +128,17 @@ class StreamMerger:
             self._is_reader_waiting = False
             for task in tasks:
                 task.cancel()
+            for idx in self._unfinished & self._abandon.keys():
+                self._abandon[idx]()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, idx: int, stream: AsyncIterator[RequestOutput]) -> None:
-        try:
-            async with aclosing(cast(AsyncGenerator[RequestOutput, None], stream)) as outputs:
-                async for output in outputs:
-                    merge(self._pending, idx, output)
-                    self._has_happened.set()
-        except Exception as error:
-            if isinstance(error, RequestError):
-                error.prompt_idx = idx
-            self.fail(error)
-        else:
-            self._num_ended += 1
-            self._has_happened.set()
+    async def _submit_all(self, num_prompts: int, submit: Submit) -> None:
+        for idx in range(num_prompts):
+            try:
+                self._abandon[idx] = await submit(idx)
+            except Exception as error:
+                self.put(idx, error)
+                return
 
     async def _watch_silence(self, has_added: Callable[[], Awaitable[bool]]) -> None:
         # One task for the whole stream: a timer for each delta would cost more than the delta.

@@ -266,19 +266,16 @@ async def _generate(
             lora_request=lora_request(request),
             final_only=direct is None and is_short,
         )
-        streams = [
-            llm.stream(
-                prompt,
-                job.params,
-                asked,
-                request_id=request_id,
-                place=slots,
-                take=None if direct is None else partial(direct.take, idx),
+        merger, submitter = tracked.merger, llm.submitter
+
+        async def submit(idx: int) -> Callable[[], None]:
+            stream = await submitter.submit(
+                prompts[idx], job.params, asked, partial(merger.put, idx), place=slots, request_id=request_ids[idx]
             )
-            for idx, (prompt, request_id) in enumerate(zip(prompts, request_ids, strict=True))
-        ]
-        has_added = partial(llm.has_added, request_ids)
-        async with aclosing(tracked.merger.deltas(streams, request.receive, has_added)) as batches:
+            return partial(submitter.abandon, stream)
+
+        has_added, take = partial(llm.has_added, request_ids), None if direct is None else direct.take
+        async with aclosing(merger.deltas(len(prompts), submit, request.receive, has_added, take)) as batches:
             async for batch in batches:
                 for idx, delta in batch:
                     _check(delta, "" if job.num_prompts == 1 else f"{job.prompt_name(idx)}: ")

@@ -64,9 +64,9 @@ class DirectEvents:
         self.writer: BodyWriter | None = None
 
     def take(self, prompt_idx: int, delta: RequestOutput) -> bool:
-        """Write the events of a delta of one prompt; return False for one that the stream's task must take."""
+        """Write the events of a delta of one prompt while the stream's task waits; return False to leave it to that."""
         writer = self.writer
-        if writer is None or not self._merger.is_waiting or not writer.can_write or not _is_short_text(delta):
+        if writer is None or not writer.can_write or not _is_short_text(delta):
             return False
         try:
             self._count.add(prompt_idx, delta)
