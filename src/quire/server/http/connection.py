@@ -175,7 +175,7 @@ class Connection(H11Protocol):
         """Parse the bytes that have arrived."""
         super().handle_events()
         if self._is_answering:
-            cast(dict[str, Any], self.scope).setdefault(BODY_WRITER, BodyWriter(self.cycle))
+            cast(dict[str, Any], self.scope).setdefault(BODY_WRITER, BodyWriter(self.cycle, self._written))
         if self._all.is_draining:
             self.close_after_answer()
 

@@ -1,4 +1,4 @@
-"""A transport that counts bytes, and a writer of bodies, for connections."""
+"""A transport that counts bytes and joins writes, and a writer of bodies, for connections."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 # Key of the ASGI scope with the `BodyWriter` of the answer.
 BODY_WRITER: Final = "quire.body_writer"
+# Bytes that are written in one turn of the event loop, above which they are sent at once.
+MAX_HELD_BYTES: Final = 64 << 10
 
 
 class CountingTransport:
-    """A transport that counts the bytes that it sends."""
+    """A transport that counts the bytes that it sends, and sends what is written in one turn of the event loop at once.
+
+    An answer's head, its first part, its last one and the end of its body are written one by one. Each send takes as
+    long as the text of many events, and lets the engine's thread have the interpreter's lock for up to 5 ms.
+    """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self._loop = asyncio.get_running_loop()
         self._num_written = 0
+        # Parts that were written in this turn of the event loop.
+        self._held: list[bytes] = []
+        self._num_held = 0
 
     @property
     def num_sent(self) -> int:
@@ -38,9 +48,42 @@ class CountingTransport:
         return count[0]
 
     def write(self, data: bytes) -> None:
-        """Send bytes as soon as the client reads them."""
-        self._num_written += len(data)
-        self._transport.write(data)
+        """Send bytes with all others of this turn of the event loop, as soon as the client reads them."""
+        if not data:
+            return
+        if not self._held:
+            self._loop.call_soon(self._flush)
+        self._held.append(data)
+        self._num_held += len(data)
+        if self._num_held > MAX_HELD_BYTES:
+            self._flush()
+
+    def write_now(self, data: bytes) -> None:
+        """Send bytes in this call, unless others must be sent before."""
+        if self._held:
+            self.write(data)
+        else:
+            self._num_written += len(data)
+            self._transport.write(data)
+
+    def get_write_buffer_size(self) -> int:
+        """Return the number of written bytes that the kernel has not taken."""
+        return self._num_held + self._transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        """Close the connection after what was written is sent."""
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._held, self._num_held = [], 0
+        self._transport.abort()
+
+    def _flush(self) -> None:
+        held, self._held, self._num_held = self._held, [], 0
+        if held:
+            self.write_now(b"".join(held))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -49,10 +92,11 @@ class CountingTransport:
 class BodyWriter:
     """Writes parts of the body of an answer that has begun, without a turn of the event loop."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_cycle", "_transport")
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, transport: CountingTransport) -> None:
         self._cycle = cycle
+        self._transport = transport
 
     @property
     def can_write(self) -> bool:
@@ -63,4 +107,4 @@ class BodyWriter:
 
     def write(self, data: bytes) -> None:
         """Write a part that is not empty; called only while `can_write` is true."""
-        self._cycle.transport.write(self._cycle.conn.send(h11.Data(data=data)))
+        self._transport.write_now(self._cycle.conn.send(h11.Data(data=data)))

@@ -76,10 +76,12 @@ class Fields:
 
     def refuse(self, unsupported: Mapping[str, Refusal]) -> None:
         """Refuse every field of the table that has another value than its neutral ones."""
-        for field, (neutral, why) in unsupported.items():
-            value = self.get(field)
+        for field, value in self._values.items():
+            if field not in unsupported or value is None:
+                continue
+            neutral, why = unsupported[field]
             # The type counts too: 0 and False are equal in Python.
-            if value is not None and not any(value == same and type(value) is type(same) for same in neutral):
+            if not any(value == same and type(value) is type(same) for same in neutral):
                 raise UnsupportedFeature(self.name(field), why)
 
     def log_unknown(self, known: Iterable[str]) -> None:
