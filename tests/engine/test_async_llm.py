@@ -43,7 +43,7 @@ def llm() -> Iterator[AsyncLLM]:
 
 async def idle(llm: AsyncLLM) -> bool:
     """Wait until no block is used, for a bounded number of turns."""
-    for _ in range(500):
+    for _ in range(6000):
         if llm.usage().used == 0 and llm.health().num_running == llm.health().num_waiting == 0:
             return True
         await asyncio.sleep(0.01)
