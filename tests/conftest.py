@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import heapq
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Generator, Hashable, Iterator, Mapping, Set
@@ -114,6 +115,17 @@ def no_network(network_attempts: list[str]) -> Iterator[None]:
     attempts = list(network_attempts)
     network_attempts.clear()
     assert not attempts, f"the test tried to reach {', '.join(attempts)}"
+
+
+@pytest.fixture(autouse=True)
+def same_log() -> Iterator[None]:
+    """Undo what a test has set up of the process's log: commands write it to streams that end with their test."""
+    loggers = [logging.getLogger(name) for name in ("", "asyncio", "httpx", "uvicorn", "quire")]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")
