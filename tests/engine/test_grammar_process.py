@@ -63,6 +63,23 @@ def test_outputs_are_those_of_grammars_in_the_engines_process(llm: LLM, monkeypa
     local.close()
 
 
+def test_a_process_whose_pipes_are_closed_has_ended_before_the_system_says_so(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(llm, STORY, wild("choice"))
+    assert llm.engine.grammars is not None
+    process = llm.engine.grammars.grammars
+    assert isinstance(process, GrammarProcess)
+    pipes = process.start()
+    # The system closes a killed process's pipes first, and says later that it has ended.
+    monkeypatch.setattr(pipes._process, "poll", lambda: None)
+    os.kill(pipes._process.pid, signal.SIGKILL)
+    (lost,) = run(llm, STORY, wild("choice"))
+    assert lost.error == LOST
+    (output,) = run(llm, STORY, wild("choice"))
+    assert output.outputs[0].text in CHOICES
+
+
 def test_the_process_ends_with_the_engine() -> None:
     llm = load()
     run(llm, STORY, wild("choice"))

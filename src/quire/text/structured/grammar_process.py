@@ -144,25 +144,25 @@ class GrammarPipes:
         self._questions, self._steps = self._process.stdin, self._process.stdout
         self._compilations = self._process.stderr
         self._asking, self._compiling = threading.Lock(), threading.Lock()
-        self._has_tokenizer = False
+        self._has_tokenizer = self._is_lost = False
         self._ask(SETUP, setup)
 
     @property
     def is_alive(self) -> bool:
-        """False once the process has ended."""
-        return self._process.poll() is None
+        """False once the process has ended, or has closed a pipe, which it does some time before."""
+        return not self._is_lost and self._process.poll() is None
 
     def compile(self, source: GrammarSource) -> str | None:
         """Compile and hold a grammar in the process; return the reason why it does not compile, or None."""
         with self._compiling:
             if not self._has_tokenizer:
-                answer, _ = _read(self._compilations)
+                answer, _ = self._read(self._compilations)
                 if answer["error"] is not None:
                     self.close()
                     raise UnsupportedFeature("structured_outputs", answer["error"])
                 self._has_tokenizer = True
             self._ask(COMPILE, source)
-            answer, _ = _read(self._compilations)
+            answer, _ = self._read(self._compilations)
         for warning in answer["warnings"]:
             logger.warning("%s", warning)
         error: str | None = answer["error"]
@@ -177,18 +177,31 @@ class GrammarPipes:
 
     def masks(self) -> Masks:
         """Wait for the masks of a step."""
-        masked, masks = _read(self._steps)
+        masked, masks = self._read(self._steps)
         return [Masked(*one) for one in masked], masks
 
     def append(self, sampled: Sequence[tuple[int, tuple[int, ...]]]) -> list[Appended]:
         """Have sampled tokens consumed, and return them with the tokens that the grammars force after them."""
         self._ask(APPEND, sampled)
-        appended, _ = _read(self._steps)
+        appended, _ = self._read(self._steps)
         return [Appended(tuple(token_ids), error) for token_ids, error in appended]
 
     def close(self) -> None:
         """End the process."""
         self._end()
+
+    def _read(self, source: IO[bytes]) -> tuple[Any, bytearray]:
+        """Read an answer: a JSON value, and masks."""
+        try:
+            head = source.read(ANSWER.size)
+            num_bytes, num_mask_bytes = ANSWER.unpack(head)
+            value, masks = json.loads(source.read(num_bytes)), bytearray(num_mask_bytes)
+            if source.readinto(masks) != num_mask_bytes:  # type: ignore[attr-defined]
+                raise EOFError
+        except (OSError, ValueError, EOFError, struct.error) as error:
+            self._is_lost = True
+            raise WorkerError(LOST) from error
+        return value, masks
 
     def _ask(self, kind: bytes, question: Any) -> None:
         content = pickle.dumps(question)
@@ -197,6 +210,7 @@ class GrammarPipes:
                 self._questions.write(QUESTION.pack(kind, len(content)) + content)
                 self._questions.flush()
         except (OSError, ValueError) as error:  # it has ended, or was closed
+            self._is_lost = True
             raise WorkerError(LOST) from error
 
 
@@ -207,16 +221,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         assert pipe is not None
         with suppress(OSError):  # a question was sent only in part
             pipe.close()
-
-
-def _read(source: IO[bytes]) -> tuple[Any, bytearray]:
-    """Read an answer: a JSON value, and masks."""
-    try:
-        head = source.read(ANSWER.size)
-        num_bytes, num_mask_bytes = ANSWER.unpack(head)
-        value, masks = json.loads(source.read(num_bytes)), bytearray(num_mask_bytes)
-        if source.readinto(masks) != num_mask_bytes:  # type: ignore[attr-defined]
-            raise EOFError
-    except (OSError, ValueError, EOFError, struct.error) as error:
-        raise WorkerError(LOST) from error
-    return value, masks
