@@ -38,13 +38,12 @@ from quire.engine.startup.wrappers import Wrappers
 from quire.execution.capture.captured_steps import CapturedSteps
 from quire.execution.device_tokens.deferred_tokens import DeferredTokens
 from quire.execution.runners.runner import InProcessExecutor, ModelRunner
-from quire.execution.sampling.device.deferred_sampler import DeferredSampler
+from quire.execution.sampling.sampler import Sampler
 from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.embeddings import MultimodalEmbeddings
 from quire.memory.results import NO_OPS
 from quire.ops.interface.ops import AttentionBatch, PagedKV
 from quire.ops.interface.token_draws import RowParameters
-from quire.ops.pytorch.torch_rows import apply_token_bitmask
 from quire.ops.triton.attention.step_attention import TritonStepAttention
 from quire.platform.heap import frozen_heap
 from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
@@ -135,7 +134,7 @@ def make_engine(folder: str) -> tuple[Engine, TimedRunner]:
     ladder, kv = make_ladder(NUM_REQUESTS, NUM_BLOCKS)
     deferred = DeferredTokens(torch.device("cpu"))
     decoder: Any = HostDecoder(ladder._decoder)
-    sampler = DeferredSampler(torch.device("cpu"), None, apply_token_bitmask, deferred, NoDraws())
+    sampler = Sampler(torch.device("cpu"), draws=NoDraws(), deferred=deferred)
     builder = BatchBuilder(BLOCK_SIZE, "cpu", [CACHE], deferred)
     media = MultimodalEmbeddings(torch.device("cpu"))
     steps = CapturedSteps(ladder)

@@ -38,7 +38,8 @@ from benchmarks.captured_plans import GROUP, HEAD_DIM, KV_HEADS, PROCESSORS
 from benchmarks.gpu.memory import BLOCK_SIZE, make_memory
 from quire.engine.outputs.output_processor import OutputProcessor
 from quire.execution.capture.graph_ladder import GraphLadder
-from quire.execution.sampling.device.device_sampler import DeviceSampler
+from quire.execution.sampling.device.device_draws import TorchDraws
+from quire.execution.sampling.sampler import Sampler
 from quire.execution.step.batch import BatchBuilder
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
@@ -115,7 +116,10 @@ class HostSteps:
         each = -(-(context + num_steps) // BLOCK_SIZE) + 3
         memory = KVCacheManager([FullAttention(block_size=BLOCK_SIZE)], num_sequences * each, key=b"benchmark")
         self._scheduler = Scheduler(memory, max_num_seqs=num_sequences, max_num_batched_tokens=context * num_sequences)
-        self._builder, self._sampler = BatchBuilder(BLOCK_SIZE, "cpu", [CACHE]), DeviceSampler(torch.device("cpu"))
+        self._builder, self._sampler = (
+            BatchBuilder(BLOCK_SIZE, "cpu", [CACHE]),
+            Sampler(torch.device("cpu"), draws=TorchDraws()),
+        )
         self._outputs = OutputProcessor(None, time.monotonic)
         self._ladder, _ = make_ladder(num_sequences, num_sequences * each)
         for owner, name, part in (

@@ -196,15 +196,16 @@ def measure_sampler(
     """Measure the sampling of a step's tokens from logits, copies to the host included."""
     name = f"{shape.name}, {kind} tokens of {captured.batch}"
     try:
-        from quire.execution.sampling.device.device_sampler import DeviceSampler
+        from quire.execution.sampling.device.device_draws import TorchDraws
+        from quire.execution.sampling.sampler import Sampler
     except ImportError as error:
         return bench.add(name, skipped=f"needs all that Quire depends on: {error}")
     from quire.memory.results import NO_OPS
     from quire.scheduling.plan import NewSequence, StepPlan
     from quire.sequences.params import SamplingParams
 
-    draws = ops if isinstance(ops, DrawsTokens) else None
-    sampler, params = DeviceSampler(bench.device, draws=draws), SamplingParams(**options)
+    draws = ops if isinstance(ops, DrawsTokens) else TorchDraws()
+    sampler, params = Sampler(bench.device, draws=draws), SamplingParams(**options)
     opened = [item._replace(new_sequence=NewSequence(params, item.seq_id, 0, 1, (5,), ())) for item in captured.items]
     sampler.begin_step(StepPlan(0, tuple(opened), NO_OPS, ()))
     logits = torch.randn(captured.batch, shape.vocab_size, device=bench.device)

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from quire.execution.profile.gpu_memory_profile import HUNGRY, SORTING, Items, StepLimits, plan_of
 from quire.execution.runners.build import build_runner
-from quire.execution.sampling.device.device_sampler import DeviceSampler
+from quire.execution.sampling.device.device_draws import TorchDraws
+from quire.execution.sampling.sampler import Sampler
 from quire.models.modules.decoder import Decoder
 
 
@@ -81,8 +82,8 @@ def peak_of(decoder: Decoder, limits: StepLimits, *, collects: bool = False) -> 
         )
         for storage in runner._storages:
             storage.data.zero_()  # nobody wrote what the steps read: it could be NaN
-        if not isinstance(runner._sampler, DeviceSampler):  # on a GPU all backends have it
-            runner._sampler = DeviceSampler(decoder.device, None, decoder.ops.apply_token_bitmask)
+        if runner._sampler._rows is None:  # on a GPU all backends have it
+            runner._sampler = Sampler(decoder.device, None, decoder.ops.apply_token_bitmask, TorchDraws())
         if collects:  # what is there already need not be looked at each time
             gc.collect()
             gc.freeze()

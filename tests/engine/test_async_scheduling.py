@@ -17,7 +17,7 @@ from quire.config import EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.engine import Engine, StepInFlight
 from quire.engine.inputs.request_options import RequestOptions
 from quire.errors import ConfigError
-from quire.execution.sampling.device.deferred_sampler import DeferredSampler
+from quire.execution.sampling.device.device_rows import DeviceRows
 from quire.memory import check
 from quire.memory.recording.replay import replay
 from quire.scheduling.async_scheduling import AsyncScheduler
@@ -370,15 +370,15 @@ def test_all_kinds_of_rows_in_one_batch_have_the_outputs_of_step_by_step(policy:
 
 def fail_draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let draws fail in which a row of seed 13 is far enough; return the numbers of rows of those that did."""
-    draw, failed = DeferredSampler._draw, list[int]()
+    draw, failed = DeviceRows.draw, list[int]()
 
-    def draw_or_fail(self: DeferredSampler, logits: Any, items: Any, positions: Any) -> Any:
-        if any(self.states[item.seq_id].seed == 13 and item.start > 40 for item in items):
+    def draw_or_fail(self: DeviceRows, logits: Any, items: Any, positions: Any = None) -> Any:
+        if any(self._states[item.seq_id].seed == 13 and item.start > 40 for item in items):
             failed.append(len(items))
             raise RuntimeError("index lost")
         return draw(self, logits, items, positions)
 
-    monkeypatch.setattr(DeferredSampler, "_draw", draw_or_fail)
+    monkeypatch.setattr(DeviceRows, "draw", draw_or_fail)
     return failed
 
 

@@ -16,7 +16,7 @@ from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.execution.runners import build
-from quire.execution.sampling.device.device_sampler import DeviceSampler
+from quire.execution.sampling.device.device_draws import TorchDraws
 from quire.execution.sampling.sampler import Sampler
 from tests.engine.bundled import load
 from tests.engine.structured_forms import CHOICES, SCHEMA, WANTED, is_right
@@ -317,19 +317,16 @@ def test_samples_of_like_requests_keep_to_their_own_parameters(llm: LLM) -> None
 
 
 @pytest.mark.parametrize(
-    ("method", "sampler"),
-    [
-        ("ngram", Sampler),
-        ("suffix", Sampler),
-        ("ngram", DeviceSampler),
-        ("draft", Sampler),
-        ("draft", DeviceSampler),
-    ],
+    ("method", "place"),
+    [("ngram", "host"), ("suffix", "host"), ("ngram", "device"), ("draft", "host"), ("draft", "device")],
     ids=str,
 )
 @pytest.mark.slow
-def test_drafts_change_nothing(llm: LLM, method: str, sampler: type[Sampler], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "Sampler", sampler)
+def test_drafts_change_nothing(llm: LLM, method: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_sampler(device: Any, grammar_states: Any, keep: Any, _: Any, deferred: Any) -> Sampler:
+        return Sampler(device, grammar_states, keep, TorchDraws() if place == "device" else None, deferred)
+
+    monkeypatch.setattr(build, "Sampler", make_sampler)
     several = {"json": {"type": "array", "items": SCHEMA, "minItems": 2, "maxItems": 3}}
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 0.6, "logprobs": 1}]
     each = [

@@ -10,14 +10,11 @@ import torch
 
 from quire.execution.capture.tape_capture import WAITING
 from quire.execution.device_tokens.deferred_tokens import DeferredTokens
-from quire.execution.sampling.device.deferred_sampler import DeferredSampler
-from quire.execution.sampling.device.device_draws import topk_in_order, uniform_numbers
-from quire.execution.sampling.device.device_sampler import DeviceSampler
+from quire.execution.sampling.device.device_draws import TorchDraws, topk_in_order, uniform_numbers
 from quire.execution.sampling.row_order import stable_topk
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.sampling import uniform
 from quire.memory.results import NO_OPS
-from quire.ops.pytorch.torch_rows import apply_token_bitmask
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.decoding.drafting import UNKNOWN
 from quire.sequences.params import SamplingParams
@@ -116,7 +113,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self._deferred = DeferredTokens(CPU)
-        self._sampler = DeferredSampler(CPU, None, apply_token_bitmask, self._deferred)
+        self._sampler = Sampler(CPU, draws=TorchDraws(), deferred=self._deferred)
         self._unread: dict[int, tuple[int, ItemResult]] = {}  # with the positions of the tokens
         self._reads: list[Any] = []
         self.num_penalized = 0
@@ -160,7 +157,7 @@ class Ahead:
 @pytest.mark.parametrize("seed", range(25))
 def test_long_histories_equal_the_host_s(seed: int) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    history, host, device = History(rng, 9), Sampler(CPU), DeviceSampler(CPU)
+    history, host, device = History(rng, 9), Sampler(CPU), Sampler(CPU, draws=TorchDraws())
     for _ in range(12):
         plan = history.plan()
         logits = torch.randn(len(plan.items), VOCAB, generator=generator) * rng.choice([0.3, 2.0, 6.0])
@@ -219,7 +216,7 @@ def test_the_greatest_are_those_of_the_host(count: int, spread: float) -> None:
 def test_nothing_is_waited_for_before_the_tokens(is_ahead: bool) -> None:
     """Operators that wait for a value are refused until the one copy at the end; ahead, tokens before are not read."""
     rng, deferred = random.Random(3), DeferredTokens(CPU)
-    sampler = DeferredSampler(CPU, None, apply_token_bitmask, deferred) if is_ahead else DeviceSampler(CPU)
+    sampler = Sampler(CPU, draws=TorchDraws(), deferred=deferred if is_ahead else None)
     options: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.7},

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.execution.sampling import row_sampling, verification
-from quire.execution.sampling.device.device_sampler import DeviceSampler
+from quire.execution.sampling.device.device_draws import TorchDraws
 from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.sampling import uniform
@@ -100,7 +101,7 @@ def drafting(rng: random.Random, expected: list[list[int]]) -> Callable[[int, li
     return draft
 
 
-@pytest.mark.parametrize("make_sampler", [Sampler, DeviceSampler])
+@pytest.mark.parametrize("make_sampler", [Sampler, partial(Sampler, draws=TorchDraws())], ids=["host", "device"])
 @settings(max_examples=70)
 @given(
     batch=st.lists(openings(), min_size=1, max_size=4),
@@ -132,7 +133,7 @@ def _given(params: SamplingParams) -> dict[str, Any]:
     return {field.name: getattr(params, field.name) for field in names}
 
 
-@pytest.mark.parametrize("make_sampler", [Sampler, DeviceSampler])
+@pytest.mark.parametrize("make_sampler", [Sampler, partial(Sampler, draws=TorchDraws())], ids=["host", "device"])
 @pytest.mark.parametrize(
     "options", [{"temperature": 0.0}, {"seed": 1}, {"repetition_penalty": 1.3}, {"dry_multiplier": 1.0}]
 )
@@ -162,7 +163,7 @@ def test_a_processor_sees_what_it_would_have_seen_without_drafts() -> None:
     assert seen[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("make_sampler", [Sampler, DeviceSampler])
+@pytest.mark.parametrize("make_sampler", [Sampler, partial(Sampler, draws=TorchDraws())], ids=["host", "device"])
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 0}, {"seed": 3}])
 def test_a_bad_row_behind_a_wrong_draft_harms_nobody(options: dict[str, Any], make_sampler: MakeSampler) -> None:
     new_sequence = NewSequence(SamplingParams(**options), 5, 0, 2, (1, 2), ())

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.execution.sampling.device.device_draws import TorchDraws, uniform_numbers
-from quire.execution.sampling.device.device_sampler import DeviceSampler, warm_up
+from quire.execution.sampling.device.device_rows import warm_up
 from quire.execution.sampling.device.known_rows import know_rows, whole_numbers
 from quire.execution.sampling.row_sampling import SamplingState
+from quire.execution.sampling.sampler import Sampler
 from quire.memory.results import NO_OPS
 from quire.ops.interface.token_draws import FINE, RowParameters
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan
@@ -234,7 +235,7 @@ def test_a_sampler_with_kernels_gives_the_results_of_one_with_stock_operators() 
         for idx, each in enumerate(options)
     )  # fmt: skip
     generator = torch.Generator().manual_seed(17)
-    samplers = [DeviceSampler(PLACE), DeviceSampler(PLACE, draws=make_ops())]
+    samplers = [Sampler(PLACE, draws=TorchDraws()), Sampler(PLACE, draws=make_ops())]
     for step in range(3):
         logits = torch.randn(len(items), 500, generator=generator).to(PLACE) * 2
         logits[7, 3] = NAN

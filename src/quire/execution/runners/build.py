@@ -13,9 +13,8 @@ from quire.execution.device_tokens.device_tokens import DraftTokens
 from quire.execution.drafts.draft_model import DraftModel
 from quire.execution.drafts.mtp_drafter import MTPDrafter
 from quire.execution.runners.runner import ModelRunner
-from quire.execution.sampling.device.deferred_sampler import DeferredSampler
-from quire.execution.sampling.device.device_sampler import DeviceSampler, warm_up
-from quire.execution.sampling.device.following_sampler import FollowingSampler
+from quire.execution.sampling.device.device_draws import TorchDraws
+from quire.execution.sampling.device.device_rows import warm_up
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.embeddings import MultimodalEmbeddings
@@ -72,24 +71,19 @@ def build_runner(
         source = grammars.mask_source(overlaps=overlaps)
         grammar_states = GrammarStates(source, grammars.model.vocab_size, grammars.model.end_token_ids)
     keep = decoder.ops.apply_token_bitmask
-    draws = decoder.ops if isinstance(decoder.ops, DrawsTokens) else None
-    if draws is not None and torch_device.type != "cpu":
+    draws = decoder.ops if isinstance(decoder.ops, DrawsTokens) else TorchDraws()
+    if isinstance(decoder.ops, DrawsTokens) and torch_device.type != "cpu":
         with torch.inference_mode():
             warm_up(draws, decoder.spec.vocab_size, torch_device)
+    # Where kernels are not the host's own, and where they are interpreted, the host waits for tokens only.
+    is_apart = torch_device.type != "cpu" or isinstance(decoder.ops, MakesStaticSteps) or deferred is not None
+    if decoder.is_follower:
+        sampler = Sampler(torch_device, is_follower=True)
+    else:
+        sampler = Sampler(torch_device, grammar_states, keep, draws if is_apart else None, deferred)
     drafts = None if draft is None else DraftTokens()
     # With a draft model no plan is made ahead, so the only placeholders are drafts.
     builder = BatchBuilder(block_size, torch_device, caches, drafts or deferred)
-    sampler: Sampler
-    if deferred is not None:
-        sampler = DeferredSampler(torch_device, grammar_states, keep, deferred, draws)
-    else:
-        # Where kernels are not the host's own, and where they are interpreted, the host waits for tokens only.
-        is_apart = torch_device.type != "cpu" or isinstance(decoder.ops, MakesStaticSteps)
-        sampler = Sampler(torch_device, grammar_states, keep)
-        if is_apart:
-            sampler = DeviceSampler(torch_device, grammar_states, keep, draws)
-    if decoder.is_follower:
-        sampler = FollowingSampler(torch_device)
     own, drafter, steps, passes = len(decoder.cache_groups), None, None, None
     if captured is not None:
         steps = capture_steps(decoder, storages[:own], num_blocks[:own], block_size, captured)

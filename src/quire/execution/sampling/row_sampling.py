@@ -63,7 +63,7 @@ class SamplingState:
         )
         self.adjustments = LogitsProcessing(new_sequence, device, grammar_state)
         self.filter = Filter.of(params)
-        # Whether its tokens are always sampled by `Sampler`, also where there is a `DeviceSampler`.
+        # Whether its tokens are always drawn by the host.
         self.needs_host = params.needs_host
 
     @property
