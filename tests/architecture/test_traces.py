@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS, STEP, REQUEST = ROOT / "docs", "life-of-a-step.md", "life-of-a-request.md"
 ROW = re.compile(r"\| (?:\w+ \| )?`(?P<path>[\w/]+\.py)` \| `(?P<function>[\w.]+)` \|")
 # Files, lines of code, changes of file; with some slack, to be lowered when code goes. At the time of writing: 18,
-# 2,465 and 42; 26, 3,294 and 63; 24, 2,973 and 81; 56, 6,445 and 204; for a chat 124 and 13,250. One loop, one runner
-# and one sampler run all of them, so a greedy step has the lines of an asynchronous one in its files.
+# 2,527 and 42; 26, 3,356 and 63; 25, 3,221 and 82; 56, 6,507 and 204; for a chat 124 and 13,300. One loop, scheduler,
+# runner and sampler run all of them, so a greedy step has the lines of an asynchronous one in its files.
 LIMITS = {
-    "greedy": (19, 2_550, 45),
+    "greedy": (19, 2_600, 45),
     "sampled": (27, 3_400, 66),
-    "asynchronous": (25, 3_050, 85),
-    "prompt": (58, 6_550, 213),
+    "asynchronous": (26, 3_300, 86),
+    "prompt": (58, 6_600, 213),
 }
 CHAT_LIMITS = 129, 13_700
 # Changes of file in the control plane, for any number of sequences.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,8 +17,9 @@ from quire import LLM, SamplingParams, StructuredOutputs
 from quire.engine.control import draft_costs
 from quire.engine.control.draft_costs import BASELINE_INTERVAL
 from quire.scheduling import async_scheduling
-from quire.scheduling.async_scheduling import DRAFT_INTERVAL, AsyncScheduler
+from quire.scheduling.async_scheduling import DRAFT_INTERVAL
 from quire.scheduling.plan import StepPlan
+from quire.scheduling.scheduler import Scheduler
 from quire.sequences.decoding import speculation
 from quire.sequences.decoding.drafting import UNKNOWN, ModelDrafter
 from quire.sequences.decoding.speculation import AdaptiveDrafter
@@ -26,9 +28,10 @@ from tests.engine.test_async_scheduling import (
     MIXED,
     STORY,
     AheadEngine,
-    PlaceholderScheduler,
+    ahead_scheduler,
     assert_undisturbed,
     fail_draws,
+    placeholder_scheduler,
     run_ahead,
     serve,
     served_step_by_step,
@@ -96,7 +99,7 @@ def test_tokens_are_those_of_step_by_step_where_drafts_rest(arriving: list[Job],
     arriving = [replace(job, prompt_logprobs=None, media=()) for job in arriving]
     setting = replace(setting, drafts=drafts)
     with short_rests():
-        short, whole = (run_ahead(arriving, setting, each) for each in (AsyncScheduler, PlaceholderScheduler))
+        short, whole = (run_ahead(arriving, setting, each) for each in (ahead_scheduler, placeholder_scheduler))
     assert_undisturbed(short, arriving)
     assert short.executor.launched == whole.executor.launched
     assert not any(plan_has_drafts(plan) and UNKNOWN in plan_tokens(plan) for plan in short.executor.launched)
@@ -136,8 +139,7 @@ class WrongGuesser(Guesser):
 
 def run_with_wrong_drafts(num_jobs: int, *, is_ahead: bool = True, max_tokens: int = 60) -> AheadEngine:
     """Serve jobs, of which one comes after the other, whose drafts are never right, and cost what is believed first."""
-    scheduler_type = AsyncScheduler if is_ahead else StepByStep
-    world = AheadEngine(Setting(), scheduler_type)
+    world = AheadEngine(Setting(), partial(Scheduler, plans_ahead=is_ahead))
     drafter = AdaptiveDrafter(WrongGuesser(world.executor, leaves_them=False), 4)
     world.scheduler.drafts.drafter = drafter
     for seed in range(num_jobs):
@@ -147,13 +149,6 @@ def run_with_wrong_drafts(num_jobs: int, *, is_ahead: bool = True, max_tokens: i
     while world.engine.has_unfinished:
         world.step()
     return world
-
-
-class StepByStep(AsyncScheduler):
-    """A scheduler that makes no plan ahead."""
-
-    def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:  # noqa: ARG002
-        return None
 
 
 def drafted_at(world: AheadEngine) -> list[int]:

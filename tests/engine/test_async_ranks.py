@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.memory.manager import KVCacheManager
-from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import CommandLog, CommandReplay
 from quire.scheduling.plan import StepPlan
+from quire.scheduling.scheduler import Scheduler
 from quire.sequences.decoding.speculation import AdaptiveDrafter
 from tests.distributed.engines import llm_of_threads
 from tests.engine.sampling_world import never_the_same
@@ -93,16 +93,16 @@ class Followed:
         self._digest_interval = digest_interval
         self.plans: list[StepPlan] = []
         self.tags = bytearray()
-        self.follower = AsyncScheduler(setting.build_memory(), **setting.scheduler_options)
+        self.follower = Scheduler(setting.build_memory(), **setting.scheduler_options, plans_ahead=True)
         if setting.drafts:
             self.follower.drafts.drafter = echoed = EchoedDrafter(self)
             if setting.drafts in ("adaptive", "resting"):
                 self.follower.drafts.drafter = AdaptiveDrafter(echoed, 4)
         self._replay = CommandReplay(self.follower)
 
-    def make(self, memory: KVCacheManager, **options: Any) -> AsyncScheduler:
+    def make(self, memory: KVCacheManager, **options: Any) -> Scheduler:
         """Return the scheduler that is logged."""
-        self.scheduler = AsyncScheduler(memory, **options)
+        self.scheduler = Scheduler(memory, **options, plans_ahead=True)
         self.log = CommandLog(self.scheduler, self._send, self._digest_interval)
         return self.scheduler
 

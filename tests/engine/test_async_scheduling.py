@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from quire.errors import ConfigError
 from quire.execution.sampling.device.device_rows import DeviceRows
 from quire.memory import check
 from quire.memory.recording.replay import replay
-from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.plan import StepPlan
+from quire.scheduling.scheduler import Scheduler
 from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Sequence
@@ -32,6 +33,8 @@ from tests.engine.sampling_world import told
 from tests.scheduling.auditor import Auditor
 from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Job, Setting, run
 from tests.scheduling.random_jobs import agrees, jobs, narrow_settings, undisturbed
+
+ahead_scheduler = partial(Scheduler, plans_ahead=True)
 
 
 class AuditedEngine(Engine):
@@ -54,7 +57,7 @@ class AheadEngine:
         make_scheduler: class of the scheduler, or a function that makes one of the same arguments.
     """
 
-    def __init__(self, setting: Setting, make_scheduler: Callable[..., AsyncScheduler] = AsyncScheduler) -> None:
+    def __init__(self, setting: Setting, make_scheduler: Callable[..., Scheduler] = ahead_scheduler) -> None:
         facts = ModelFacts(max_position=512, bytes_per_token=4, vocab_size=VOCAB_SIZE, num_parameters=1)
         # Jobs have priorities whatever the scheduler's policy, and an engine takes them under this policy alone.
         sizes: dict[str, Any] = {"num_kv_blocks": 500, "max_num_seqs": setting.max_num_seqs}
@@ -112,7 +115,7 @@ class AheadEngine:
 
 
 def run_ahead(
-    arriving: list[Job], setting: Setting, make_scheduler: Callable[..., AsyncScheduler] = AsyncScheduler
+    arriving: list[Job], setting: Setting, make_scheduler: Callable[..., Scheduler] = ahead_scheduler
 ) -> AheadEngine:
     """Serve jobs as they come and go, until nobody is left; nothing is held then."""
     world, tick = AheadEngine(setting, make_scheduler), 0
@@ -162,11 +165,11 @@ def test_tokens_are_those_of_step_by_step_in_many_runs(arriving: list[Job], sett
     test_tokens_are_those_of_step_by_step.hypothesis.inner_test(arriving, setting)  # type: ignore[attr-defined]
 
 
-class PlaceholderScheduler(AsyncScheduler):
-    """Plans each step with placeholders, in the way that decodes of all running sequences do not need."""
-
-    def _is_all(self, sequences: list[Sequence]) -> bool:  # noqa: ARG002 - that of the base class
-        return False
+def placeholder_scheduler(*args: Any, **options: Any) -> Scheduler:
+    """Return a scheduler that plans each step with placeholders, as decodes of all running sequences do not need."""
+    scheduler = ahead_scheduler(*args, **options)
+    scheduler._ahead._is_all = lambda _: False  # type: ignore[method-assign]
+    return scheduler
 
 
 @settings(max_examples=6)
@@ -174,7 +177,7 @@ class PlaceholderScheduler(AsyncScheduler):
 def test_plans_of_decodes_are_those_with_placeholders(arriving: list[Job], setting: Setting) -> None:
     arriving = [replace(job, prompt_logprobs=None, media=()) for job in arriving]
     setting = replace(setting, drafts="")
-    short, whole = (run_ahead(arriving, setting, each) for each in (AsyncScheduler, PlaceholderScheduler))
+    short, whole = (run_ahead(arriving, setting, each) for each in (ahead_scheduler, placeholder_scheduler))
     assert short.executor.launched == whole.executor.launched
 
 
@@ -199,7 +202,7 @@ def test_decodes_are_planned_without_a_look_at_each_sequence_until_one_ends_or_c
         if len(left) == jobs[3].arrives_at:
             world.add(jobs[3], 3)
         world.step()
-        run = world.scheduler._run
+        run = world.scheduler._ahead._run
         left.append(None if run is None else run.num_steps)
     assert left == [None, 9, 8, 7, None, None, 4, 3, 2, 1, None, None]
 

@@ -87,7 +87,7 @@ def scheduler_of(config: EngineConfig, num_tokens: int) -> tuple[Scheduler, int]
     machine = Machine(device="cpu", available_bytes=1 << 50, num_threads=1)
     resolved = resolve(config, machine, facts_of(config, specs, num_tokens))
     memory = loading._memory(resolved, size_pool(specs, resolved.num_blocks), None, None)
-    return loading._scheduler(resolved, memory, None, None, Scheduler), resolved.max_concurrency
+    return loading._scheduler(resolved, memory, None, None, config.parallel), resolved.max_concurrency
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -24,7 +24,6 @@ from quire.memory import (
     check,
 )
 from quire.memory.recording.replay import replay
-from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.plan import LaunchedStep, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from tests.engine.ahead_simulation import AheadSimulation
@@ -71,8 +70,12 @@ def simulated(
         pin_limit=3,
         retention_limit=4,
     )
-    scheduler = (AsyncScheduler if is_async else Scheduler)(
-        memory, max_num_seqs=8, max_num_batched_tokens=24, preemption_mode="swap" if host_blocks else "recompute"
+    scheduler = Scheduler(
+        memory,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        preemption_mode="swap" if host_blocks else "recompute",
+        plans_ahead=is_async,
     )
     executor = (AheadSimulation if is_async else FailingSimulation)(SIZE, VOCAB, specs)
     executor.failures = failures or Failures(random.Random(0), 0.0)

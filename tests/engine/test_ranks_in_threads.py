@@ -10,7 +10,6 @@ import pytest
 
 from quire import LLM, LoRARequest, SamplingParams, StructuredOutputs
 from quire.errors import InvalidAdapter, LockstepDrift, WorkerError
-from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import CommandLog
 from tests.conformance.checkpoints import save_checkpoint
 from tests.conformance.test_draft_model import noisy_copy
@@ -284,12 +283,12 @@ def test_a_plan_that_some_ranks_make_ahead_is_an_error(is_made_here: bool, monke
     with llm_of_threads(errors=[], **OPTIONS, async_scheduling=True) as two:
         expected = tokens(two)
         scheduler = two.engine.scheduler
-        assert isinstance(scheduler, AsyncScheduler)
+        assert scheduler.plans_ahead
         assert isinstance(scheduler.observer, CommandLog)
         scheduler.observer._digest_interval = 1 << 20
         if is_made_here:
             monkeypatch.setattr(scheduler.observer, "plan_ahead", lambda _: None)
         else:
-            monkeypatch.setattr(scheduler, "_plan_ahead", lambda *_: None)
+            monkeypatch.setattr(scheduler._ahead, "plan", lambda *_: None)
         with pytest.raises(WorkerError, match="exchange different things"):
             assert tokens(two) == expected

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.memory.results import BlockCopy, MemoryOps, StoredBlock, Tier
 from quire.scheduling import StepPlan
 from quire.scheduling.command_log import CommandLog, CommandReplay
-from quire.scheduling.microbatches import MicrobatchScheduler
+from quire.scheduling.scheduler import Scheduler
 from quire.sequences import Request
 from tests.scheduling.harness import NEVER, Guesser, Harness, Job, Setting, outputs_of
 from tests.scheduling.random_jobs import agrees, jobs, narrow_settings, undisturbed
@@ -36,7 +36,7 @@ class PipelinedHarness(Harness):
     def __post_init__(self) -> None:
         super().__post_init__()
         setting, drafter = self.setting, self.scheduler.drafter
-        self.microbatches = MicrobatchScheduler(
+        self.microbatches = Scheduler(
             self.memory,
             num_microbatches=self.num_microbatches,
             drafter=drafter,
@@ -50,7 +50,7 @@ class PipelinedHarness(Harness):
         """Have the pipeline filled, and check what is in flight; return the oldest plan."""
         scheduler = self.microbatches
         plan = scheduler.plan(self.tick)
-        self.in_flight += scheduler.new_plans
+        self.in_flight += scheduler.microbatches.new_plans
         assert len(self.in_flight) <= self.num_microbatches
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         planned = [item.seq_id for each in self.in_flight for item in each.items]
@@ -205,9 +205,9 @@ def test_ranks_repeat_plans_that_are_made_ahead(
         made.clear()
         executed.clear()
         plan = leader.scheduler.plan(leader.tick)
-        assert made == leader.microbatches.new_plans
+        assert made == leader.microbatches.microbatches.new_plans
         assert executed == ([plan] if plan.items else [])
-        leader.in_flight += leader.microbatches.new_plans
+        leader.in_flight += leader.microbatches.microbatches.new_plans
         leader.in_flight = leader.in_flight[1:]
         leader.finish_step(plan)
         log.flush()
@@ -226,7 +226,9 @@ def test_copies_of_plans_in_flight_come_before_those_not_planned_yet() -> None:
         to_disk = [BlockCopy(0, idx, number, Tier.DEVICE, Tier.DISK) for number, idx in enumerate(idxs)]
         return MemoryOps((BlockCopy(0, 7, 8, Tier.DEVICE, Tier.HOST), *to_disk), tuple(blocks[idx] for idx in idxs))
 
-    scheduler._in_flight.extend(StepPlan(tick, (), each, ()) for tick, each in enumerate((ops(2), ops(0, 1))))
+    scheduler.microbatches._in_flight.extend(
+        StepPlan(tick, (), each, ()) for tick, each in enumerate((ops(2), ops(0, 1)))
+    )
     taken = scheduler.take_ops()
     assert [taken.saves[copy.dst_id] for copy in taken.copies if copy.dst_tier is Tier.DISK] == [
         blocks[idx] for idx in (2, 0, 1)

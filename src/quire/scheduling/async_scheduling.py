@@ -32,7 +32,7 @@ tokens of each step before it makes drafts, and has no place for those of a step
 ahead.
 
 In all these cases the step in flight is read, and the next one planned as step by step; it is launched before outputs
-are made of what was read, where no row of it makes the host wait (`AsyncScheduler.draws_on_device`):
+are made of what was read, where no row of it makes the host wait (`PlansAhead.draws_on_device`):
 
 ```
  host     read N | plan N+1 | outputs of N | read N+1 | plan N+2 | ...
@@ -49,22 +49,22 @@ while a step in flight still writes to them: whoever takes them writes and reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from operator import sub
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
+from quire.memory.manager import KVCacheManager
+from quire.scheduling.admission import Admission
 from quire.scheduling.beam_groups import append_to_group
-from quire.scheduling.decode_columns import DecodeItems, DecodeResults
-from quire.scheduling.edits import SequenceEvent
-from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
-from quire.scheduling.scheduler import Scheduler
-from quire.sequences.decoding.drafting import UNKNOWN, Drafter
+from quire.scheduling.decode_columns import DecodeItems
+from quire.scheduling.drafts import DraftSlots
+from quire.scheduling.plan import ScheduledSequence, StepPlan
+from quire.scheduling.queues import Queues
+from quire.sequences.decoding.drafting import UNKNOWN
 from quire.sequences.decoding.speculation import FIRST_PAUSE, AdaptiveDrafter
 from quire.sequences.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Request, Sequence
-from quire.sequences.status import SequenceStatus
 
 # All are in each step where fewer sequences go on for each that waits. To read a step before the next one is planned
 # costs 2 to 6 % of it, where outputs are made behind that; a sequence in every second step has half its tokens.
@@ -107,23 +107,37 @@ class SplitStep(NamedTuple):
     num_waiting: int
 
 
-class AsyncScheduler(Scheduler):
-    """A scheduler that can plan one step ahead of results; see `Scheduler` for its arguments.
+class PlansAhead:
+    """Plans one step ahead of results, for a scheduler that holds it.
 
-    `plan` is called while no step is in flight, and `plan_ahead` while one is.
+    Args:
+        memory, queues, drafts, admission: those of the scheduler.
+        sequences: its sequences, by id.
+        plan_step: plans a step of the sequences that get their slots as it is; returns None where none does.
+
+    Attributes:
+        is_planning: True while a plan is made ahead, with placeholders.
+        is_short: True once memory was short for a plan made ahead, until the next plan that may preempt.
     """
 
-    plans_ahead = True
-    # True while a plan is made ahead, and once memory was short for one: until the next plan that may preempt.
-    _is_ahead: bool = False
-    _is_short: bool = False
-    _run: DecodeRun | None = None
-    # Number of the last plan that was not made ahead.
-    _last_tick: int = 0
+    def __init__(
+        self,
+        memory: KVCacheManager,
+        queues: Queues,
+        sequences: Mapping[int, Sequence],
+        drafts: DraftSlots,
+        admission: Admission,
+        plan_step: Callable[[int], StepPlan | None],
+    ) -> None:
+        self._memory, self._queues, self._sequences = memory, queues, sequences
+        self._drafts, self._admission, self._plan_step = drafts, admission, plan_step
+        self.is_planning = self.is_short = False
+        self._run: DecodeRun | None = None
+        # Number of the last plan that was not made ahead.
+        self._last_tick = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request; see `Scheduler`."""
-        super().add(request)
+        """Note from which token on a request's sequences may be planned ahead, and a device draws without the host."""
         params = request.params
         if request.pooling is not None or params.needs_host:
             return
@@ -133,46 +147,38 @@ class AsyncScheduler(Scheduler):
         if not params.is_constrained and params.strategy is None:
             request.ahead_from = drawn_from
         # It also draws several samples of one row, and measures prompts; penalties count drafts one after the other.
-        if params.prompt_logprobs is None and not (params.penalizes_tokens and self.drafter is not None):
+        if params.prompt_logprobs is None and not (params.penalizes_tokens and self._drafts.drafter is not None):
             request.drawn_from = max(drawn_from, request.num_prompt + (params.num_sequences > 1))
-
-    @property
-    def drafter(self) -> Drafter | None:
-        """The drafter that proposes tokens, if any; none while a plan is made ahead."""
-        return None if self._is_ahead else self.drafts.drafter
 
     @property
     def draws_on_device(self) -> bool:
         """True where the device draws the next token of each running sequence without the host."""
-        return all(len(sequence.tokens) >= sequence.request.drawn_from for sequence in self.running)
+        return all(len(sequence.tokens) >= sequence.request.drawn_from for sequence in self._queues.running)
 
-    def plan(self, tick: int) -> StepPlan:
-        """Return the plan of the next step, while no step is in flight; see `Scheduler`."""
-        self._is_short, self._last_tick = False, tick
-        return super().plan(tick)
+    def begin(self, tick: int) -> None:
+        """Begin a plan that is not made ahead."""
+        self.is_short, self._last_tick = False, tick
 
-    def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
-        """Return the plan of the step after the one in flight; see `Scheduler`."""
-        if self.observer is None:
-            return self._plan_ahead(tick, in_flight)
-        self.observer.plan_ahead(tick)
-        plan = self._plan_ahead(tick, in_flight)
-        if plan is not None:
-            self.observer.planned(plan)
-        return plan
+    def append(self, group: list[Sequence], count: int) -> int:
+        """Append slots to each sequence of a group; nobody is preempted: once blocks lack, none are given."""
+        if not count or self.is_short:
+            return 0
+        self.is_short = not append_to_group(self._memory, group, count)
+        return 0 if self.is_short else count
 
-    def _plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
-        if self._is_short or self._admission.outranks_running:
+    def plan(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
+        """Return the plan of the step after the one in flight; see `Scheduler.plan_ahead`."""
+        if self.is_short or self._admission.outranks_running:
             return None
         run, self._run = self._run, None
         if run is not None and (run.items is not in_flight.items or not self._is_all(run.sequences)):
             run = None
-        if self.drafter is not None and self._may_draft(tick, in_flight, knows_rests=run is not None):
+        if self._drafts.drafter is not None and self._may_draft(tick, in_flight, knows_rests=run is not None):
             return None
         if run is not None:
             starts = [start + 1 for start in run.items.starts]
             return self._plan_decodes(tick, run.sequences, run.items.seq_ids, starts, run.num_steps - 1)
-        is_pending = self.memory.is_snapshot_pending if self.memory.tables.recurrent_groups else None
+        is_pending = self._memory.is_snapshot_pending if self._memory.tables.recurrent_groups else None
         if isinstance(in_flight.items, DecodeItems) and is_pending is None:
             parts = self._split_decodes(in_flight.items)
         else:
@@ -183,13 +189,13 @@ class AsyncScheduler(Scheduler):
         self._queues.held = held
         if held:
             left_out = set(held)
-            self.running[:] = [sequence for sequence in self.running if sequence not in left_out]
+            self._queues.running[:] = [sequence for sequence in self._queues.running if sequence not in left_out]
         try:
             if going and len(drawn) == len(going) == sum(counts) and self._is_all(going):
                 starts = list(map(len, drawn))
                 # A sequence that lacks two tokens gets one of them in flight, and the other in this plan.
                 most = min(map(sub, [sequence.max_tokens for sequence in going], starts)) - 2
-                if self.drafter is not None:
+                if self._drafts.drafter is not None:
                     rests = min(map(sub, map(self._drafts_from, going), starts)) - 2
                     most = int(max(min(most, max(rests, self._last_tick + DRAFT_INTERVAL - 1 - tick)), 0))
                 seq_ids = [sequence.seq_id for sequence in going]
@@ -200,7 +206,7 @@ class AsyncScheduler(Scheduler):
 
     def _may_draft(self, tick: int, in_flight: StepPlan, *, knows_rests: bool) -> bool:
         """Return whether the step in flight has drafts, or the next one may have: these follow tokens not read yet."""
-        drafter, items = self.drafter, in_flight.items
+        drafter, items = self._drafts.drafter, in_flight.items
         if not isinstance(drafter, AdaptiveDrafter) or drafter.is_model:
             return True
         if drafter.is_measuring and all(len(item.token_ids) == 1 for item in items):
@@ -209,7 +215,7 @@ class AsyncScheduler(Scheduler):
             return False
         if any(item.num_draft for item in items):
             return True
-        found = [self.sequences.get(item.seq_id) for item in items if item.num_samples]
+        found = [self._sequences.get(item.seq_id) for item in items if item.num_samples]
         drawing = [sequence for sequence in found if sequence is not None]
         # One that then lacks a single token gets no draft.
         awake = [
@@ -221,7 +227,7 @@ class AsyncScheduler(Scheduler):
 
     def _drafts_from(self, sequence: Sequence) -> float:
         """Return the number of tokens from which on a sequence may have drafts."""
-        drafter, request = self.drafter, sequence.request
+        drafter, request = self._drafts.drafter, sequence.request
         assert isinstance(drafter, AdaptiveDrafter)
         has_drafts = request.params.strategy is None and request.search is None
         return drafter.resumes_at(sequence) if has_drafts else inf
@@ -231,7 +237,7 @@ class AsyncScheduler(Scheduler):
         split = SplitStep([], [], [], [], 0)
         num_waiting = 0
         for item in items:
-            sequence = self.sequences.get(item.seq_id)
+            sequence = self._sequences.get(item.seq_id)
             if sequence is None:
                 continue
             tokens, num_samples, ends, waits = sequence.tokens, item.num_samples, False, False
@@ -250,7 +256,7 @@ class AsyncScheduler(Scheduler):
 
     def _split_decodes(self, items: DecodeItems) -> SplitStep:
         """Divide the sequences of a step of decodes, as `_split` does: none of them waits for the host."""
-        sequences = [sequence for sequence in map(self.sequences.get, items.seq_ids) if sequence is not None]
+        sequences = [sequence for sequence in map(self._sequences.get, items.seq_ids) if sequence is not None]
         going = [sequence for sequence in sequences if end_of_tokens(sequence, UNKNOWN) is None]
         held = []
         if len(going) < len(sequences):
@@ -259,7 +265,7 @@ class AsyncScheduler(Scheduler):
 
     def _is_all(self, sequences: list[Sequence]) -> bool:
         """Return whether these are the running sequences, in order, and no other one could be in a plan."""
-        return sequences == self.running and not (self.waiting or self.swapped)
+        return sequences == self._queues.running and not (self._queues.waiting or self._queues.swapped)
 
     def _plan_with_placeholders(
         self, tick: int, going: list[Sequence], counts: list[int], drawn: list[list[int]]
@@ -269,11 +275,11 @@ class AsyncScheduler(Scheduler):
             sequence.num_computed += count
         for tokens in drawn:
             tokens.append(UNKNOWN)
-        self._is_ahead = True
+        self.is_planning = True
         try:
-            return self._plan_without_preemption(tick)
+            return self._plan_step(tick)
         finally:
-            self._is_ahead = False
+            self.is_planning = False
             for sequence, count in zip(going, counts, strict=True):
                 sequence.num_computed -= count
             for tokens in drawn:
@@ -286,74 +292,14 @@ class AsyncScheduler(Scheduler):
 
         It is the plan that `_plan_with_placeholders` makes, in fewer loops.
         """
-        num_served = self.memory.append_slots(seq_ids)
-        self._is_short = num_served < len(going)
+        num_served = self._memory.append_slots(seq_ids)
+        self.is_short = num_served < len(going)
         if not num_served:
             return None
-        if self._is_short:
+        if self.is_short:
             seq_ids, starts = seq_ids[:num_served], starts[:num_served]
-        items = DecodeItems(seq_ids, starts, self.memory.take_table_deltas(seq_ids))
-        if num_steps and not self._is_short:
+        items = DecodeItems(seq_ids, starts, self._memory.take_table_deltas(seq_ids))
+        if num_steps and not self.is_short:
             self._run = DecodeRun(items, going, num_steps)
         finished_ids, self._queues.finished_ids[:] = tuple(self._queues.finished_ids), ()
-        return StepPlan(tick, items, self.memory.take_ops(), finished_ids)
-
-    def update_from_results(self, items: Seq[ScheduledSequence], results: Seq[ItemResult]) -> list[SequenceEvent]:
-        """Apply the results of a step; see `Scheduler`, which does the same in more loops."""
-        if not (isinstance(items, DecodeItems) and isinstance(results, DecodeResults)):
-            return super().update_from_results(items, results)
-        sequences = list(map(self.sequences.get, items.seq_ids))
-        if None in sequences:  # it has ended since
-            return super().update_from_results(items, results)
-        if self.observer is not None:
-            self.observer.update_from_results(items, results)
-        return self._take_tokens(items.seq_ids, cast(list[Sequence], sequences), results.token_ids)
-
-    def _take_tokens(self, seq_ids: list[int], sequences: list[Sequence], token_ids: list[int]) -> list[SequenceEvent]:
-        """Append a token to each of some sequences that decode."""
-        self.memory.publish_next(seq_ids)
-        for sequence in sequences:
-            sequence.num_computed += 1
-        events: list[SequenceEvent] = []
-        for idx, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
-            if sequence.finish_reason is not None:  # an edit before has ended it
-                continue
-            tokens, edit = sequence.tokens, sequence.default_edit
-            if edit is not None and end_of_tokens(sequence, token_id) is None:
-                tokens.append(token_id)
-                events.append((idx, sequence, edit, len(tokens)))
-            else:
-                events += self._edits.apply(
-                    idx, sequence, (token_id,), sequence.strategy.advance(sequence, (token_id,))
-                )
-        return events
-
-    def withdraw(self, plan: StepPlan) -> tuple[str, ...]:
-        """Undo a plan that was made ahead of a step that failed; return the names of the pinned prefixes lost.
-
-        Its sequences are computed again, unless they ended with the failed step.
-
-        Args:
-            plan: plan whose results are not applied.
-        """
-        for item in plan.items:
-            sequence = self.sequences.get(item.seq_id)
-            if sequence is not None and sequence.status is SequenceStatus.RUNNING:
-                self.preemption.discard(sequence)
-        return self.recover(plan)
-
-    def _plan_without_preemption(self, tick: int) -> StepPlan | None:
-        """Plan a step of the sequences that get their slots as it is; None where none does."""
-        scheduled, spare = self._schedule_running()
-        if spare > 0 and not self._is_short and (self.waiting or self.swapped):
-            self._admission.admit_waiting(scheduled, spare)
-        return self._plan_of(tick, scheduled) if scheduled else None
-
-    def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
-        """Append slots as `Scheduler` does; ahead of results, nobody is preempted: once blocks lack, none are given."""
-        if not self._is_ahead:
-            return super()._append_or_preempt(group, count, position)
-        if not count or self._is_short:
-            return 0
-        self._is_short = not append_to_group(self.memory, group, count)
-        return 0 if self._is_short else count
+        return StepPlan(tick, items, self._memory.take_ops(), finished_ids)

@@ -13,7 +13,7 @@ does (`ops/native/rank_group.h`).
  ["drafts", IS_MEASURING, [COST, ...]]  what an adaptive drafter goes by, from measured times as well
  ["known", REQUEST_ID, COUNT]     prompt positions whose log probabilities are known, which limit its hits
  ["plan", TICK]                   Scheduler.plan
- ["ahead", TICK]                  AsyncScheduler.plan_ahead, of the step behind the last one that was planned
+ ["ahead", TICK]                  Scheduler.plan_ahead, of the step behind the last one that was planned
  ["digest", TICK, DIGEST]         digest of that plan and of the block tables after it
  ["results", SEQ, [TOKENS, ...]]  Scheduler.update_from_results for items from this sequence on: a token, a list of
                                   tokens, null for a pooled result, [TOKENS, DRAFT] where a model has made drafts
@@ -40,10 +40,8 @@ from typing import Any, Final
 from quire.errors import LockstepDrift
 from quire.memory.prefix.token_chain import Namespace, TokenChain
 from quire.memory.results import NO_OPS
-from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults, seq_ids_of
 from quire.scheduling.log_messages import Command, decode, encode, encode_short, result_of, single_tokens, tokens_of
-from quire.scheduling.microbatches import MicrobatchScheduler
 from quire.scheduling.plan import Candidate, ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.preemption import TransferRates
 from quire.scheduling.scheduler import Scheduler
@@ -215,11 +213,11 @@ class CommandReplay:
                 case "plan":
                     plan = scheduler.plan(given[0])
                     self._newest = self._oldest = self._read = plan
-                    if self._runs_ahead and isinstance(scheduler, MicrobatchScheduler):
-                        yield from scheduler.new_plans
+                    if self._runs_ahead and scheduler.microbatches is not None:
+                        yield from scheduler.microbatches.new_plans
                     elif plan.items:
                         yield plan
-                case "ahead" if isinstance(scheduler, AsyncScheduler):
+                case "ahead":
                     ahead = scheduler.plan_ahead(given[0], self._newest)
                     if ahead is not None:
                         self._newest = ahead

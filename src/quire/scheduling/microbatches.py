@@ -10,43 +10,54 @@ earlier one's; only the earlier plan's results may be missing. A request with a 
 *in flight*: it is in no other plan, keeps its memory, and counts for the limits.
 
 The running requests are divided evenly: a plan takes at most an equal share of the sequences. It skips requests in
-flight, and otherwise keeps to the order of the policy. With one microbatch this is a plain `Scheduler`.
+flight, and otherwise keeps to the order of the policy. With one microbatch, plans are those of a scheduler without any.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any
 
-from quire.memory.manager import KVCacheManager
-from quire.memory.results import NO_OPS, MemoryOps, joined
+from quire.memory.results import NO_OPS, MemoryOps
+from quire.scheduling.admission import Admission
 from quire.scheduling.beam_groups import slots_needed
 from quire.scheduling.plan import StepPlan
-from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.queues import Queues
 from quire.sequences.sequence import Request, Sequence
 
 
-class MicrobatchScheduler(Scheduler):
-    """A scheduler that plans ahead of results.
+class Microbatches:
+    """The plans in flight of a scheduler that plans ahead of results, for a pipeline of stages.
 
     Args:
-        memory: see `Scheduler`, as for all other arguments.
         num_microbatches: number of plans that may be in flight.
+        max_num_seqs: see `Scheduler`.
+        queues, admission: those of the scheduler.
+        sequences: its sequences, by id.
+        plan_step: plans a step of all sequences that are not held.
 
     Attributes:
         new_plans: plans that the last call of `plan` has made, in the order in which all ranks execute them.
     """
 
-    def __init__(self, memory: KVCacheManager, *, num_microbatches: int, **options: Any) -> None:
-        super().__init__(memory, **options)
+    def __init__(
+        self,
+        num_microbatches: int,
+        max_num_seqs: int,
+        queues: Queues,
+        sequences: Mapping[int, Sequence],
+        admission: Admission,
+        plan_step: Callable[[int], StepPlan],
+    ) -> None:
         self.new_plans: list[StepPlan] = []
-        self._num_microbatches = num_microbatches
+        self._num_microbatches, self._max_num_seqs = num_microbatches, max_num_seqs
+        self._queues, self._sequences = queues, sequences
+        self._admission, self._plan_step = admission, plan_step
         self._in_flight: deque[StepPlan] = deque()
         self._num_planned = 0
 
-    def _plan(self, tick: int) -> StepPlan:
+    def plan(self, tick: int) -> StepPlan:
         """Fill the pipeline; return the oldest plan in flight, whose results are to be applied before the next call.
 
         Some of its sequences may have ended since it was made.
@@ -63,27 +74,28 @@ class MicrobatchScheduler(Scheduler):
             return StepPlan(tick, (), NO_OPS, ())
         return self._in_flight.popleft()._replace(tick=tick)
 
-    def take_ops(self) -> MemoryOps:
-        """See `Scheduler.take_ops`; the ops of the plans in flight, whose items are dropped, come first."""
+    def take_ops(self) -> list[MemoryOps]:
+        """Return the ops of the plans in flight, whose items are dropped."""
         ops = [plan.ops for plan in self._in_flight]
         self._in_flight.clear()
-        return joined([*ops, super().take_ops()])
+        return ops
 
     def _plan_next(self) -> StepPlan:
         """Plan a microbatch of requests that are not in flight; it may be empty while other plans are in flight."""
         in_flight = self._requests_in_flight()
         if self._num_microbatches > 1:
             # Waiting sequences may not fit, so the running ones are divided by their own number.
-            running = self._share(self.running)
-            plan = self._plan_within(in_flight, running, self._share(chain(self.running, self.swapped, self.waiting)))
+            running = self._share(self._queues.running)
+            sequences = chain(self._queues.running, self._queues.swapped, self._queues.waiting)
+            plan = self._plan_within(in_flight, running, self._share(sequences))
             if plan.items or self._in_flight:
                 return plan
         # With no plan in flight, the first sequence in order always advances: it may preempt all others.
-        return self._plan_within(in_flight, self.max_num_seqs, self.max_num_seqs)
+        return self._plan_within(in_flight, self._max_num_seqs, self._max_num_seqs)
 
     def _plan_within(self, in_flight: set[Request], num_running: int, num_admitted: int) -> StepPlan:
         """Plan a step of requests that are not in flight; at least one whole request."""
-        queues, running = self._queues, self.running
+        queues, running = self._queues, self._queues.running
         free = [sequence for sequence in running if sequence.request not in in_flight]
         end = _end_of_requests(free, num_running)
         held = [sequence for sequence in running if sequence.request in in_flight] + free[end:]
@@ -92,7 +104,7 @@ class MicrobatchScheduler(Scheduler):
         running[:] = free[:end]
         queues.held = held
         try:
-            return super()._plan(self._num_planned)
+            return self._plan_step(self._num_planned)
         finally:
             queues.release_held()
 
@@ -101,21 +113,21 @@ class MicrobatchScheduler(Scheduler):
         first = self._queues.first_not_running()
         if first is None:
             return 0
-        siblings = [sequence for sequence in self.swapped if sequence.request is first.request]
+        siblings = [sequence for sequence in self._queues.swapped if sequence.request is first.request]
         return sum(map(slots_needed, siblings)) or slots_needed(first)
 
     def _requests_in_flight(self) -> set[Request]:
         """Return the requests that have sequences in plans in flight."""
         seq_ids = (item.seq_id for plan in self._in_flight for item in plan.items)
-        return {self.sequences[seq_id].request for seq_id in seq_ids if seq_id in self.sequences}
+        return {self._sequences[seq_id].request for seq_id in seq_ids if seq_id in self._sequences}
 
     def _share(self, sequences: Iterable[Sequence]) -> int:
         """Return a microbatch's equal share of sequences, at least 1, counted in `max_num_seqs` slots."""
         count = 0
         for sequence in sequences:
             count += slots_needed(sequence)
-            if count >= self.max_num_seqs:  # the queue may be long
-                count = self.max_num_seqs
+            if count >= self._max_num_seqs:  # the queue may be long
+                count = self._max_num_seqs
                 break
         return max(1, -(-count // self._num_microbatches))
 

@@ -19,7 +19,7 @@ class Queues:
         running: sequences with memory on the device.
         swapped: sequences with memory on the host; the data plane still knows them.
         held: running sequences that the present plan leaves out, which are not in `running` meanwhile; see
-            `MicrobatchScheduler`. Empty between plans.
+            `Microbatches`. Empty between plans.
         finished_ids: ids of the sequences that the next executed plan tells the data plane to forget.
 
     Invariants: S1 (one queue), S5 (legal changes), S6 (each queue in order).

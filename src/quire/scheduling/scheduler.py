@@ -14,15 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import takewhile
+from typing import cast
 
 from quire.errors import InvariantViolation
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import TokenChain
-from quire.memory.results import NO_OPS, MemoryOps
+from quire.memory.results import NO_OPS, MemoryOps, joined
 from quire.scheduling.admission import Admission
+from quire.scheduling.async_scheduling import PlansAhead
 from quire.scheduling.beam_groups import append_to_group, beam_groups_of, lockstep_group
+from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.drafts import DraftSlots
 from quire.scheduling.edits import SequenceEdits, SequenceEvent
+from quire.scheduling.microbatches import Microbatches
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
@@ -33,7 +37,7 @@ from quire.scheduling.stats import SchedulerStats
 from quire.sequences.decoding.drafting import Drafter
 from quire.sequences.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Request, Sequence
-from quire.sequences.status import FinishReason
+from quire.sequences.status import FinishReason, SequenceStatus
 
 
 class Scheduler:
@@ -50,11 +54,14 @@ class Scheduler:
             and all after it wait.
         drafter: drafter that proposes tokens; None disables drafts.
         whole_prompts: True to compute each prompt in one step, for models that see all of it at once.
+        plans_ahead: True to plan a step before the results of the one before it; see `async_scheduling`.
+        num_microbatches: number of plans in a pipeline of stages at the same time; None for none.
 
     Attributes:
         waiting, running, swapped: see `Queues`.
         drafts: reservation of draft slots; holds the drafter.
         preemption: preemption of sequences; holds the measured transfer rates.
+        microbatches: plans in flight in a pipeline; None for none.
         chunk_tokens: maximum number of prompt tokens in a step with decoding sequences; None for the whole budget.
         observer: receives every command, if set.
     """
@@ -72,6 +79,8 @@ class Scheduler:
         prefetch: Callable[[Sequence], bool] | None = None,
         drafter: Drafter | None = None,
         whole_prompts: bool = False,
+        plans_ahead: bool = False,
+        num_microbatches: int | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens} tokens a step cannot serve {max_num_seqs} sequences")
@@ -103,6 +112,14 @@ class Scheduler:
             order=order,
             whole_prompts=whole_prompts,
         )
+        self.plans_ahead, self._ahead, self.microbatches = plans_ahead, None, None
+        queues, sequences, admission = self._queues, self.sequences, self._admission
+        if plans_ahead:
+            self._ahead = PlansAhead(memory, queues, sequences, self.drafts, admission, self._plan_as_it_is)
+        if num_microbatches is not None:
+            self.microbatches = Microbatches(
+                num_microbatches, max_num_seqs, queues, sequences, admission, self._plan_step
+            )
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -119,6 +136,8 @@ class Scheduler:
         if self.observer is not None:
             self.observer.add(request)
         self._registry.add(request)
+        if self._ahead is not None:
+            self._ahead.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
         """End a request in any state, and free all that it holds.
@@ -134,27 +153,32 @@ class Scheduler:
             self.observer.abort(request_id, reason)
         return self._edits.abort(request_id, reason)
 
-    # True for a scheduler that can plan a step before the results of the one before it.
-    plans_ahead: bool = False
-
-    def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:  # noqa: ARG002
+    def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
         """Return the plan of the step after the one in flight; None where that one has to be read first.
 
         Args:
             tick: number of the plan.
             in_flight: the last plan, whose results are not applied yet. Sequences of it may have ended since.
         """
-        return None
+        if self._ahead is None:
+            return None
+        if self.observer is None:
+            return self._ahead.plan(tick, in_flight)
+        self.observer.plan_ahead(tick)
+        plan = self._ahead.plan(tick, in_flight)
+        if plan is not None:
+            self.observer.planned(plan)
+        return plan
 
     @property
     def draws_on_device(self) -> bool:
-        """True where the device draws the next token of each running sequence without the host."""
-        return False
+        """True where plans are made ahead, and the device draws the next token of each running sequence."""
+        return self._ahead is not None and self._ahead.draws_on_device
 
     @property
     def drafter(self) -> Drafter | None:
-        """The drafter that proposes tokens, if any."""
-        return self.drafts.drafter
+        """The drafter that proposes tokens, if any; none while a plan is made ahead."""
+        return None if self._ahead is not None and self._ahead.is_planning else self.drafts.drafter
 
     @property
     def has_unfinished(self) -> bool:
@@ -173,6 +197,19 @@ class Scheduler:
         return plan
 
     def _plan(self, tick: int) -> StepPlan:
+        if self._ahead is not None:
+            self._ahead.begin(tick)
+        return self._plan_step(tick) if self.microbatches is None else self.microbatches.plan(tick)
+
+    def _plan_as_it_is(self, tick: int) -> StepPlan | None:
+        """Plan a step ahead, of the sequences that get their slots without a preemption; None where none does."""
+        assert self._ahead is not None
+        scheduled, spare = self._schedule_running()
+        if spare > 0 and not self._ahead.is_short and (self.waiting or self.swapped):
+            self._admission.admit_waiting(scheduled, spare)
+        return self._plan_of(tick, scheduled) if scheduled else None
+
+    def _plan_step(self, tick: int) -> StepPlan:
         has_preempted = bool(self.waiting or self.swapped) and self._admission.preempt_lower_priority()
         preemptions_before = self.stats.num_preemptions
         scheduled, spare = self._schedule_running(leaves_room=has_preempted)
@@ -199,7 +236,8 @@ class Scheduler:
 
     def take_ops(self) -> MemoryOps:
         """Return the copies that were planned and that no step will make, as none follows."""
-        return self.memory.take_ops()
+        pending = [] if self.microbatches is None else self.microbatches.take_ops()
+        return joined([*pending, self.memory.take_ops()])
 
     def update_from_results(self, items: Seq[ScheduledSequence], results: Seq[ItemResult]) -> list[SequenceEvent]:
         """Apply the results of a step: publish all items, then fork, append and finish item by item.
@@ -214,6 +252,10 @@ class Scheduler:
         """
         if self.observer is not None:
             self.observer.update_from_results(items, results)
+        if isinstance(items, DecodeItems) and isinstance(results, DecodeResults):
+            decoding = list(map(self.sequences.get, items.seq_ids))
+            if None not in decoding:
+                return self._take_tokens(items.seq_ids, cast(list[Sequence], decoding), results.token_ids)
         find, computed = self.sequences.get, {}
         sequences = [find(item.seq_id) for item in items]
         for item, sequence in zip(items, sequences, strict=True):
@@ -235,6 +277,38 @@ class Scheduler:
                 continue
             events += self._edits.apply(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
         return events
+
+    def _take_tokens(self, seq_ids: list[int], sequences: list[Sequence], token_ids: list[int]) -> list[SequenceEvent]:
+        """Append a token to each of some sequences that decode: `update_from_results` in columns, with fewer loops."""
+        self.memory.publish_next(seq_ids)
+        for sequence in sequences:
+            sequence.num_computed += 1
+        events: list[SequenceEvent] = []
+        for idx, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
+            if sequence.finish_reason is not None:  # an edit before has ended it
+                continue
+            tokens, edit = sequence.tokens, sequence.default_edit
+            if edit is not None and end_of_tokens(sequence, token_id) is None:
+                tokens.append(token_id)
+                events.append((idx, sequence, edit, len(tokens)))
+            else:
+                edits = sequence.strategy.advance(sequence, (token_id,))
+                events += self._edits.apply(idx, sequence, (token_id,), edits)
+        return events
+
+    def withdraw(self, plan: StepPlan) -> tuple[str, ...]:
+        """Undo a plan that was made ahead of a step that failed; return the names of the pinned prefixes lost.
+
+        Its sequences are computed again, unless they ended with the failed step.
+
+        Args:
+            plan: plan whose results are not applied.
+        """
+        for item in plan.items:
+            sequence = self.sequences.get(item.seq_id)
+            if sequence is not None and sequence.status is SequenceStatus.RUNNING:
+                self.preemption.discard(sequence)
+        return self.recover(plan)
 
     def recover(self, plan: StepPlan) -> tuple[str, ...]:
         """Restore a consistent state after a plan's execution failed; return the names of the pinned prefixes lost.
@@ -330,6 +404,8 @@ class Scheduler:
 
     def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
         """Append `count` slots to each sequence of a group; preempt sequences not scheduled yet if memory is short."""
+        if self._ahead is not None and self._ahead.is_planning:
+            return self._ahead.append(group, count)
         while count and not append_to_group(self.memory, group, count):
             unscheduled = self.running[position + len(group) :]
             if unscheduled:

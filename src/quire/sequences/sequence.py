@@ -165,7 +165,7 @@ class Request:
         adapter: slot of its adapter in the data plane; None for the model alone.
         seed: seed of its random draws.
         drawn_from: number of tokens of a sequence from which on the device samples its next token without the host; see
-            `AsyncScheduler`.
+            `PlansAhead`.
         ahead_from: number of tokens of a sequence from which on a step with its next token may be planned before that
             token is read.
         sequences: the prompt's sequence; after the fork, one per sample. For a beam search indexed by `sample_idx`,

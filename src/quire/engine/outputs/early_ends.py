@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from quire.engine.outputs.output_processor import OutputProcessor
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import DeviceFailed, RequestFailed, WorkerError
-from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.plan import ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.status import FinishReason
@@ -66,7 +65,6 @@ class EarlyEnds:
 
     def withdraw_step(self, plan: StepPlan) -> None:
         """Undo a plan that was made ahead, before an earlier step failed; its requests continue."""
-        assert isinstance(self._scheduler, AsyncScheduler), "plans are made ahead by an asynchronous scheduler"
         _warn_of_pins(self._scheduler.withdraw(plan))
 
 

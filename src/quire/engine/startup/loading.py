@@ -17,6 +17,7 @@ from quire.config import (
     EngineConfig,
     LoRAConfig,
     ModelConfig,
+    ParallelConfig,
     ResolvedConfig,
     StepCost,
     resolve,
@@ -35,7 +36,7 @@ from quire.engine.startup.gpu_dtype import dtype_on
 from quire.engine.startup.kv_events import open_kv_events
 from quire.engine.startup.model_defaults import read_default_params
 from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
-from quire.engine.startup.ranks import lead, scheduler_type
+from quire.engine.startup.ranks import lead
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.tokenizers import open_tokenizer
 from quire.engine.startup.weight_check import check_weights
@@ -144,7 +145,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
             executor = make_executor(model, draft, memory, resolved, dtype, stored, disk, grammars)
         disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack, ranks)
         speculation = make_speculation(config.speculative)
-        scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, scheduler_type(config.parallel, resolved))
+        scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, config.parallel)
         executor, log = lead(ranks, scheduler, executor, resolved.num_threads, disk_prefetch)
         engine = Engine(
             resolved,
@@ -309,9 +310,9 @@ def _scheduler(
     memory: KVCacheManager,
     disk_prefetch: DiskPrefetcher | None,
     drafter: Drafter | None,
-    make: Callable[..., Scheduler],
+    parallel: ParallelConfig,
 ) -> Scheduler:
-    return make(
+    return Scheduler(
         memory,
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
@@ -323,6 +324,8 @@ def _scheduler(
         prefetch=None if disk_prefetch is None else disk_prefetch.prepare,
         drafter=drafter,
         whole_prompts=resolved.is_encoder,
+        plans_ahead=resolved.async_scheduling,
+        num_microbatches=parallel.num_microbatches if parallel.pipeline_parallel_size > 1 else None,
     )
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
 from typing import Final
 
-from quire.config import EngineConfig, ParallelConfig, ResolvedConfig
+from quire.config import EngineConfig
 from quire.distributed.gpu_ranks import device_of_ranks, join_devices
 from quire.distributed.launch import start_ranks
 from quire.distributed.ranks import Ranks
@@ -23,9 +21,7 @@ from quire.models.families.quantization_config import without_quantization
 from quire.models.specs.sharding import Share, shard_spec
 from quire.models.specs.spec import experts_of
 from quire.models.specs.stage_spec import divide
-from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import CommandLog
-from quire.scheduling.microbatches import MicrobatchScheduler
 from quire.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -70,13 +66,6 @@ def check_shared(config: EngineConfig) -> None:
                 field="enable_expert_parallel",
             )
         divide(spec, parallel.pipeline_parallel_size)
-
-
-def scheduler_type(parallel: ParallelConfig, resolved: ResolvedConfig) -> Callable[..., Scheduler]:
-    """Return the class, or factory, of the scheduler; it takes the arguments of `Scheduler`."""
-    if parallel.pipeline_parallel_size == 1:
-        return AsyncScheduler if resolved.async_scheduling else Scheduler
-    return partial(MicrobatchScheduler, num_microbatches=parallel.num_microbatches)
 
 
 def lead(
