@@ -76,6 +76,10 @@ class Engine:
         speculation: adaptive drafter, updated after each step; None without speculative decoding.
         grammars: compiler of grammars for structured outputs; None if they are unsupported. Closed with the engine.
         hand_over: hand-over of blocks to and from other engines; None without one. Closed with the engine.
+        adapters: loaded adapters; None without `enable_lora`.
+        ranks: ranks that share the model; None for one process.
+        kv_events: publication of KV events; None without one. Closed with the engine.
+        can_generate: False where the model has no output head; only pooled requests are taken then.
 
     Attributes:
         pins: pinned prefixes.
@@ -83,9 +87,6 @@ class Engine:
         outputs: outputs of unfinished requests.
         step_recorder: recorder of the duration of each step.
         block_lifetimes: lifetimes of sampled blocks; None if no blocks are sampled.
-        adapters: loaded adapters; None without `enable_lora`.
-        ranks: ranks that share the model; None for one process.
-        kv_events: publication of KV events; None without one. Closed with the engine.
     """
 
     def __init__(
@@ -103,6 +104,10 @@ class Engine:
         speculation: AdaptiveDrafter | None = None,
         grammars: GrammarCompiler | None = None,
         hand_over: HandOver | None = None,
+        adapters: AdapterRegistry | None = None,
+        ranks: Ranks | None = None,
+        kv_events: KVEventSource | None = None,
+        can_generate: bool = True,
     ) -> None:
         self.config = config
         self.cache_name = cache_name
@@ -112,15 +117,13 @@ class Engine:
         self.num_steps = 0
         self._in_flight: StepInFlight | None = None
         self._last_end_s = 0.0
-        self.adapters: AdapterRegistry | None = None
-        self.ranks: Ranks | None = None
-        self.kv_events: KVEventSource | None = None
+        self.adapters, self.ranks, self.kv_events = adapters, ranks, kv_events
         prompts = PromptReader(tokenizer, config.vocab_size, config.max_model_len, media_reader, config.is_encoder)
         self.pins = PrefixPins(config, scheduler, prompts, cache_name)
         share = config.kv_cache_metrics_sample
         pools = [group.pool for group in scheduler.memory.groups]
         self.block_lifetimes = BlockLifetimes(pools, share, clock) if share else None
-        self.requests = RequestBuilder(config, prompts, grammars, end_token_ids, cache_name)
+        self.requests = RequestBuilder(config, prompts, grammars, end_token_ids, cache_name, can_generate=can_generate)
         self._clock = clock
         self._disk_prefetch = disk_prefetch
         self.grammars = grammars

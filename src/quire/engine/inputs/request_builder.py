@@ -43,9 +43,11 @@ class RequestBuilder:
         grammars: GrammarCompiler | None,
         end_token_ids: frozenset[int],
         cache_name: str,
+        *,
+        can_generate: bool = True,
     ) -> None:
         self.end_token_ids = end_token_ids
-        self.can_generate = True
+        self._can_generate = can_generate
         self._config = config
         self._prompts = prompts
         self._grammars = grammars
@@ -105,7 +107,7 @@ class RequestBuilder:
         if not isinstance(prompt, PreparedRequest):
             prompt = self.prepare(prompt, params, add_special_tokens=options.add_special_tokens)
         tokens, words, pooling = prompt
-        if pooling is None and not self.can_generate:
+        if pooling is None and not self._can_generate:
             raise UnsupportedFeature("prompt", "the checkpoint has no output head: this engine makes embeddings only")
         if params.speculative and not can_guess:
             raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")

@@ -112,17 +112,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     tokenizer = open_tokenizer(options, checkpoint)
     dtype = dtype_on(device, choose_dtype(options.dtype, checkpoint), options.dtype)
     _prepare_process(options, ranks)
-    model: Decoder | Encoder
-    guide: Checkpoint | None = None
-    draft: Decoder | None = None
-    if find_encoder(checkpoint.config) is not None:
-        model = open_encoder(options, checkpoint, device, dtype, wrap.ops)
-        config = encoder_config(config, checkpoint, model.spec, device)
-    else:
-        check_weights(options, config.parallel, checkpoint, device, dtype)
-        model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops, config.lora, ranks))
-        load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
-        guide, draft = load_draft(config, checkpoint, model, tokenizer, load_decoder_of, ranks)
+    config, model, guide, draft = _load_models(config, checkpoint, tokenizer, device, dtype, wrap, ranks)
     slots = None if isinstance(model, Encoder) else take_adapters(config.lora, checkpoint, model, ranks)
     stored = stored_dtype(config, dtype)
     groups = [spec for each in (model, draft) if each for spec in cache_groups(config, each, stored)]
@@ -147,6 +137,10 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
         speculation = make_speculation(config.speculative)
         scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, config.parallel)
         executor, log = lead(ranks, scheduler, executor, resolved.num_threads, disk_prefetch)
+        adapters = load_adapters(config.lora, slots, scheduler, name, ranks, log, resolved.adapter_bytes)
+        kv_events = open_kv_events(config, memory, adapters, disk)
+        if kv_events is not None:
+            stack.callback(kv_events.close)
         engine = Engine(
             resolved,
             wrap.scheduler(scheduler),
@@ -160,13 +154,34 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
             speculation=speculation,
             grammars=grammars,
             hand_over=hand_over,
+            adapters=adapters,
+            ranks=ranks,
+            kv_events=kv_events,
+            can_generate=pooling.has_head,
         )
-        engine.requests.can_generate, engine.ranks = pooling.has_head, ranks
-        engine.adapters = load_adapters(config.lora, slots, scheduler, name, ranks, log, resolved.adapter_bytes)
-        engine.kv_events = open_kv_events(config, engine, disk)
-        # From here on the engine closes the disk.
+        # From here on the engine closes them.
         stack.pop_all()
     return LoadedModel(name, engine, read_default_params(checkpoint, options.generation_config), pooling, disk_prefetch)
+
+
+def _load_models(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    device: str,
+    dtype: torch.dtype,
+    wrap: Wrappers,
+    ranks: Ranks | None,
+) -> tuple[EngineConfig, Decoder | Encoder, Checkpoint | None, Decoder | None]:
+    """Load a model, and one that makes drafts for it with its checkpoint; return them after their configuration."""
+    options = config.model
+    if find_encoder(checkpoint.config) is not None:
+        encoder = open_encoder(options, checkpoint, device, dtype, wrap.ops)
+        return encoder_config(config, checkpoint, encoder.spec, device), encoder, None, None
+    check_weights(options, config.parallel, checkpoint, device, dtype)
+    model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops, config.lora, ranks))
+    load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
+    return config, model, *load_draft(config, checkpoint, model, tokenizer, load_decoder_of, ranks)
 
 
 def _open(options: ModelConfig) -> Checkpoint:
