@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.models.checkpoints.checkpoint import Checkpoint, locate
-from quire.models.loading.fingerprint import fingerprint
+from quire.models.loading.fingerprint import MAX_KNOWN, MAX_KNOWN_BYTES, fingerprint
 
 LAYOUT = ["bfloat16", "16 tokens"]
 
@@ -75,3 +75,16 @@ def test_what_is_remembered_may_be_damaged(folder: Path, tmp_path: Path, content
     expected = of(folder, known)
     known.write_text(content)
     assert of(folder, known) == expected
+
+
+def test_the_last_digests_are_remembered_and_no_more_than_can_be_read(folder: Path, tmp_path: Path) -> None:
+    known = tmp_path / "known.json"
+    of(folder, known)
+    own = json.loads(known.read_text())
+    others = {json.dumps([64769, number, 1 << 40, 2 * 10**18, 2 * 10**18]): "a" * 64 for number in range(MAX_KNOWN)}
+    known.write_text(json.dumps(others))
+    of(folder, known)
+    remembered = json.loads(known.read_text())
+    assert len(remembered) == MAX_KNOWN
+    assert own.items() <= remembered.items()
+    assert known.stat().st_size <= MAX_KNOWN_BYTES

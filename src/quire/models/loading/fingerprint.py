@@ -17,7 +17,8 @@ from typing import Any
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.platform.bounded.files import read_json
 
-# Bytes of the digests of a few hundred files.
+# Number of digests that are remembered, the last ones, and bytes of all of them.
+MAX_KNOWN = 4096
 MAX_KNOWN_BYTES = 1 << 20
 
 
@@ -39,9 +40,9 @@ def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], digest_file: Path
         status = path.stat()
         name = json.dumps([status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
         digests[name] = remembered.get(name) or _digest(path)
-    if digest_file is not None and remembered != digests:
+    if digest_file is not None and not digests.keys() <= remembered.keys():
         part = digest_file.with_name(digest_file.name + ".new")
-        part.write_text(json.dumps(remembered | digests))
+        part.write_text(json.dumps(dict([*(remembered | digests).items()][-MAX_KNOWN:])))
         os.replace(part, digest_file)
     parts = [json.dumps(dict(checkpoint.config), sort_keys=True), *digests.values(), *layout]
     return blake2b(json.dumps(parts).encode(), digest_size=num_bytes).digest()
