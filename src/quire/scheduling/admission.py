@@ -52,7 +52,7 @@ def _check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
     limit = max(0, ends[0] + size * (bisect_left(ends, True, key=is_too_long) - 1))
     if limit < request.num_prompt:
         limit = next(length for length in range(limit, request.num_prompt) if is_too_long(length + 1))
-    else:  # where a longer prompt of beams fits, so does one that is a little shorter
+    else:  # if a longer prompt of beams fits, so does one that is a little shorter
         limit = next((length for length in range(request.num_prompt - 1, 0, -1) if not is_too_long(length)), 0)
     beams = "" if width == 1 else f", for each of {width} beams"
     raise PromptTooLong(request.num_prompt, limit, f"the KV cache (with room for the output asked for{beams})")

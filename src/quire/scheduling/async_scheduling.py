@@ -1,4 +1,4 @@
-"""Asynchronous scheduling: the next step is planned while one runs, before its tokens are read.
+"""Asynchronous scheduling: the next step is planned while a step runs, before the tokens of that step are read.
 
 ```
  host     plan N | plan N+1 | read N | plan N+2 | read N+1 | ...
@@ -6,45 +6,46 @@
 ```
 
 In the plan of step N+1, a sequence of step N has a placeholder for the token that step N draws: `UNKNOWN`, which the
-data plane replaces by the token that it has kept. Between two calls the sequences are as a `Scheduler` would have them:
-the placeholder, and the tokens that the step in flight computes, are there only while a plan is made, and not even then
-where all running sequences decode: the items of such a plan are known without them (`DecodeRun`). So results are
-applied, and sequences ended, forked and aborted, by the code of `Scheduler`. All that remains of a plan that was made
-ahead are the slots of its tokens. They go with the sequence's blocks where its last token was in the step before: the
-memory manager publishes what `update_from_results` says is computed, and nothing more.
+data plane replaces by the token on the device. The placeholders, and the tokens that the step in flight computes, are
+in the sequences only while a plan is made; if all running sequences decode, not even then, since the items of such a
+plan follow from the previous ones (`DecodeRun`). Between two calls the sequences are the same as without asynchronous
+scheduling, so `Scheduler` applies results, and ends, forks and aborts sequences, as usual. Only the slots of its tokens
+remain of a plan made ahead. If a sequence's last token was in the step before, they are freed with its blocks: the
+memory manager publishes only tokens that `update_from_results` counts as computed.
 
-A sequence is left out of the plan made ahead, and is in the next one,
+A sequence is left out of the plan made ahead, and is in the next one, if
 
-- where its next token needs the host: a grammar, a custom strategy, parameters that no device draws with
+- its next token needs the host: a grammar, a custom strategy, parameters that no device draws with
   (`SamplingParams.needs_host`), several samples of one row, beams;
-- where it ends with the step in flight by its length, which is known;
-- where the step in flight ends at a snapshot of its states, which the step after it would overwrite.
+- it is known to end with the step in flight, because of its length;
+- the step in flight ends at a snapshot of its states, which the step after it would overwrite.
 
-Where more sequences wait for the host than go on, no plan is made ahead: two halves that take turns would need twice as
-many steps. Where the device draws their tokens (grammars, custom strategies), one for fewer than `MOST_GOING` others is
-enough: then the step in flight is read, and the next one launched at once, with all of them.
+If more sequences wait for the host than are in the plan, no plan is made ahead: two halves that take turns would need
+twice as many steps. If the device draws the tokens of all (also with grammars and custom strategies), one waiting
+sequence for fewer than `MOST_GOING` others is enough: the step in flight is read, and the next one launched at once,
+with all.
 
-Drafts follow tokens, so a step that has any is read before the next one is planned, and so is one after which a
-sequence may have some. A sequence whose drafts do not pay rests for a known number of tokens after a wrong one
-(`AdaptiveDrafter`): while all rest, plans are made ahead. Those whose rests are over go on until drafts are tried for
-all of them in one step (`DRAFT_INTERVAL`). Plans made ahead have no drafts. A draft model, or an MTP head, reads the
-tokens of each step before it makes drafts, and has no place for those of a step in flight: with it no plan is made
-ahead.
+Drafts follow tokens, so a step with drafts is read before the next one is planned, and so is a step after which a
+sequence may have drafts. A sequence whose drafts do not pay rests for a known number of tokens after a wrong one
+(`AdaptiveDrafter`): while all rest, plans are made ahead. Sequences whose rests are over go on without drafts until
+drafts are tried for all of them in one step (`DRAFT_INTERVAL`). Plans made ahead have no drafts. A draft model, or an
+MTP head, reads the tokens of each step before it makes drafts, and does not read tokens of a step in flight: with it no
+plan is made ahead.
 
-In all these cases the step in flight is read, and the next one planned as step by step; it is launched before outputs
-are made of what was read, where no row of it makes the host wait (`PlansAhead.draws_on_device`):
+In all these cases the step in flight is read before the next one is planned. The next one is launched before the
+outputs of the read tokens are made, if none of its rows makes the host wait (`PlansAhead.draws_on_device`):
 
 ```
  host     read N | plan N+1 | outputs of N | read N+1 | plan N+2 | ...
  device            ....       N+1 ....................             N+2 ...
 ```
 
-A plan made ahead preempts nobody, since tokens that are not read cannot be computed again: where memory is short, or a
-sequence that waits has a higher priority, the step in flight is read first, and `plan` decides as ever. So the first
+A plan made ahead preempts no sequence, since tokens that are not read cannot be computed again. If memory is short, or
+a waiting sequence has a higher priority, the step in flight is read first, and `plan` decides as usual. So the first
 sequence in order waits for one step at most.
 
-Every step runs after the one that was planned before it, on the same stream of the device. So blocks may be taken again
-while a step in flight still writes to them: whoever takes them writes and reads later.
+Steps run in the order of their plans, on one stream of the device. So blocks may be allocated again while a step in
+flight still writes to them: their new owners use them in later steps only.
 """
 
 from __future__ import annotations
@@ -66,22 +67,23 @@ from quire.sequences.decoding.speculation import FIRST_PAUSE, AdaptiveDrafter
 from quire.sequences.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Request, Sequence
 
-# All are in each step where fewer sequences go on for each that waits. To read a step before the next one is planned
-# costs 2 to 6 % of it, where outputs are made behind that; a sequence in every second step has half its tokens.
+# No plan is made ahead if it would have fewer sequences than this for each one that waits for the host. Reading a step
+# before planning the next one costs 2 to 6 % of a step if outputs are made after the launch; a sequence that is only in
+# every second step gets half its tokens.
 MOST_GOING: Final = 16
-# Plans from one that may have drafts to the next, for all sequences together for which drafts do not pay: while one of
-# them tries a draft, nothing is planned ahead. A first rest is not longer for that.
+# Interval, in plans, at which all sequences whose drafts do not pay try drafts together, because nothing is planned
+# ahead while one of them tries a draft. It is not longer than a first rest.
 DRAFT_INTERVAL: Final = FIRST_PAUSE
 
 
 class DecodeRun(NamedTuple):
-    """Running sequences that decode step after step: their next plan needs no look at each of them.
+    """Running sequences that all decode: their next plans are made without a check of each sequence.
 
     Args:
         items: items of the last plan.
         sequences: all running sequences, in order.
-        num_steps: number of further plans, at least 1, that can be made ahead until one of them ends by its length, or
-            may have drafts.
+        num_steps: number of further plans, at least 1, that can be made ahead until a sequence ends by its length,
+            or may have drafts.
     """
 
     items: DecodeItems
@@ -93,11 +95,11 @@ class SplitStep(NamedTuple):
     """The sequences of a step in flight that have not ended, for the next plan.
 
     Args:
-        going: those that go on.
-        counts: their numbers of tokens in the step.
-        drawn: tokens of those of them for which it draws one.
-        held: those that are left out.
-        num_waiting: number of these that wait for the host.
+        going: sequences that are in the next plan.
+        counts: number of tokens of each of them in the step.
+        drawn: token lists of the sequences in `going` for which the step draws a token.
+        held: sequences that are left out.
+        num_waiting: number of sequences in `held` that wait for the host.
     """
 
     going: list[Sequence]
@@ -108,12 +110,12 @@ class SplitStep(NamedTuple):
 
 
 class PlansAhead:
-    """Plans one step ahead of results, for a scheduler that holds it.
+    """Plans one step ahead of results, as a part of a scheduler.
 
     Args:
-        memory, queues, drafts, admission: those of the scheduler.
-        sequences: its sequences, by id.
-        plan_step: plans a step of the sequences that get their slots as it is; returns None where none does.
+        memory, queues, drafts, admission: parts of the scheduler.
+        sequences: the scheduler's unfinished sequences, by id.
+        plan_step: plans a step of the sequences that get slots without a preemption; returns None if none does.
 
     Attributes:
         is_planning: True while a plan is made ahead, with placeholders.
@@ -137,7 +139,7 @@ class PlansAhead:
         self._last_tick = 0
 
     def add(self, request: Request) -> None:
-        """Note from which token on a request's sequences may be planned ahead, and a device draws without the host."""
+        """Set the numbers of tokens from which a request is planned ahead, and drawn by a device without the host."""
         params = request.params
         if request.pooling is not None or params.needs_host:
             return
@@ -146,13 +148,13 @@ class PlansAhead:
         # A strategy may append another token than the one drawn, or none.
         if not params.is_constrained and params.strategy is None:
             request.ahead_from = drawn_from
-        # It also draws several samples of one row, and measures prompts; penalties count drafts one after the other.
+        # The host also draws several samples of one row, and measures prompts; penalties count drafts one by one.
         if params.prompt_logprobs is None and not (params.penalizes_tokens and self._drafts.drafter is not None):
             request.drawn_from = max(drawn_from, request.num_prompt + (params.num_sequences > 1))
 
     @property
     def draws_on_device(self) -> bool:
-        """True where the device draws the next token of each running sequence without the host."""
+        """True if the device draws the next token of each running sequence without the host."""
         return all(len(sequence.tokens) >= sequence.request.drawn_from for sequence in self._queues.running)
 
     def begin(self, tick: int) -> None:
@@ -160,7 +162,7 @@ class PlansAhead:
         self.is_short, self._last_tick = False, tick
 
     def append(self, group: list[Sequence], count: int) -> int:
-        """Append slots to each sequence of a group; nobody is preempted: once blocks lack, none are given."""
+        """Append slots to each sequence of a group without a preemption; once blocks were lacking, append none."""
         if not count or self.is_short:
             return 0
         self.is_short = not append_to_group(self._memory, group, count)
@@ -193,7 +195,7 @@ class PlansAhead:
         try:
             if going and len(drawn) == len(going) == sum(counts) and self._is_all(going):
                 starts = list(map(len, drawn))
-                # A sequence that lacks two tokens gets one of them in flight, and the other in this plan.
+                # A sequence that lacks two tokens gets one from the step in flight, and the other from this plan.
                 most = min(map(sub, [sequence.max_tokens for sequence in going], starts)) - 2
                 if self._drafts.drafter is not None:
                     rests = min(map(sub, map(self._drafts_from, going), starts)) - 2
@@ -205,19 +207,19 @@ class PlansAhead:
             self._queues.release_held()
 
     def _may_draft(self, tick: int, in_flight: StepPlan, *, knows_rests: bool) -> bool:
-        """Return whether the step in flight has drafts, or the next one may have: these follow tokens not read yet."""
+        """Return whether the step in flight has drafts, or the next one may have: drafts follow tokens not read yet."""
         drafter, items = self._drafts.drafter, in_flight.items
         if not isinstance(drafter, AdaptiveDrafter) or drafter.is_model:
             return True
         if drafter.is_measuring and all(len(item.token_ids) == 1 for item in items):
-            return True  # such a step is measured by itself
+            return True  # the time of such a step is measured without overlap
         if knows_rests:
             return False
         if any(item.num_draft for item in items):
             return True
         found = [self._sequences.get(item.seq_id) for item in items if item.num_samples]
         drawing = [sequence for sequence in found if sequence is not None]
-        # One that then lacks a single token gets no draft.
+        # A sequence that then lacks a single token gets no draft.
         awake = [
             sequence
             for sequence in drawing
@@ -233,7 +235,7 @@ class PlansAhead:
         return drafter.resumes_at(sequence) if has_drafts else inf
 
     def _split(self, items: Iterable[ScheduledSequence], is_pending: Callable[[int], bool] | None) -> SplitStep:
-        """Divide the sequences of the step in flight into those that go on and those that are left out."""
+        """Divide the sequences of the step in flight: those in the next plan, and those left out."""
         split = SplitStep([], [], [], [], 0)
         num_waiting = 0
         for item in items:
@@ -264,13 +266,13 @@ class PlansAhead:
         return SplitStep(going, [1] * len(going), [sequence.tokens for sequence in going], held, 0)
 
     def _is_all(self, sequences: list[Sequence]) -> bool:
-        """Return whether these are the running sequences, in order, and no other one could be in a plan."""
+        """Return whether these are all running sequences, in order, and no other sequence could be in a plan."""
         return sequences == self._queues.running and not (self._queues.waiting or self._queues.swapped)
 
     def _plan_with_placeholders(
         self, tick: int, going: list[Sequence], counts: list[int], drawn: list[list[int]]
     ) -> StepPlan | None:
-        """Plan a step as if the one in flight had ended."""
+        """Plan a step as if the step in flight had ended."""
         for sequence, count in zip(going, counts, strict=True):
             sequence.num_computed += count
         for tokens in drawn:
@@ -288,9 +290,9 @@ class PlansAhead:
     def _plan_decodes(
         self, tick: int, going: list[Sequence], seq_ids: list[int], starts: list[int], num_steps: int
     ) -> StepPlan | None:
-        """Plan a step of all running sequences, of each of which the step in flight draws the next token.
+        """Plan a step of all running sequences, if the step in flight draws the next token of each.
 
-        It is the plan that `_plan_with_placeholders` makes, in fewer loops.
+        The plan is the same as from `_plan_with_placeholders`, in fewer loops.
         """
         num_served = self._memory.append_slots(seq_ids)
         self.is_short = num_served < len(going)

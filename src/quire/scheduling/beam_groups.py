@@ -31,7 +31,7 @@ def lockstep_groups(queue: list[Sequence]) -> Iterator[list[Sequence]]:
 
 
 def append_to_group(memory: KVCacheManager, group: Seq[Sequence], num_tokens: int) -> bool:
-    """Append slots to each sequence of a group; return False, with nothing changed, where blocks are lacking."""
+    """Append slots to each sequence of a group; return False, and change nothing, if blocks are lacking."""
     seq_ids = [sequence.seq_id for sequence in group]
     return memory.append_slots(seq_ids, num_tokens, atomic=len(group) > 1) > 0
 
@@ -59,7 +59,7 @@ def beam_groups_of(scheduled: Iterable[Sequence], num_samples: Iterable[int]) ->
 
 
 def beams_of(group: BeamGroup, sequences: Mapping[int, Sequence]) -> list[Sequence]:
-    """Return the beams of a group by their ids; none where their request has ended."""
+    """Return the beams of a group by their ids; none if their request has ended."""
     return [sequences[seq_id] for seq_id in group.seq_ids if seq_id in sequences]
 
 

@@ -1,33 +1,32 @@
-"""A log of the commands that a scheduler is given, from which other processes plan the same steps (M10).
+"""A log of a scheduler's commands, from which other processes plan the same steps (M10).
 
-Ranks that share a model each have a scheduler and a memory manager of their own. The first one's is given its commands
-by the engine; an observer writes them down in order, and the others repeat them. So no plan travels, only requests,
-aborts, the tokens of each step, and what was decided by a clock. A digest of plan and block tables shows where ranks
-have come to differ. It does not show a plan that only some of them make: where ranks share memory, what they exchange
-does (`ops/native/rank_group.h`).
+Each of the ranks that share a model has its own scheduler and memory manager. The engine commands rank 0's scheduler;
+an observer logs the commands in order, and the other ranks repeat them. So no plan travels, only requests, aborts, the
+tokens of each step, and decisions that depend on a clock. A digest of plan and block tables shows that ranks have
+diverged. It does not show a plan that only some ranks make; if ranks share memory, their exchanges show it
+(`ops/native/rank_group.h`).
 
 ```
  ["add", REQUEST]                 Scheduler.add
  ["abort", REQUEST_ID, REASON]    Scheduler.abort
  ["rates", CHUNK, COPY, PREFILL]  chunk_tokens and preemption.rates, which come from measured times
- ["drafts", IS_MEASURING, [COST, ...]]  what an adaptive drafter goes by, from measured times as well
+ ["drafts", IS_MEASURING, [COST, ...]]  state of an adaptive drafter, also from measured times
  ["known", REQUEST_ID, COUNT]     prompt positions whose log probabilities are known, which limit its hits
  ["plan", TICK]                   Scheduler.plan
- ["ahead", TICK]                  Scheduler.plan_ahead, of the step behind the last one that was planned
+ ["ahead", TICK]                  Scheduler.plan_ahead, for the step after the last one planned
  ["digest", TICK, DIGEST]         digest of that plan and of the block tables after it
  ["results", SEQ, [TOKENS, ...]]  Scheduler.update_from_results for items from this sequence on: a token, a list of
-                                  tokens, null for a pooled result, [TOKENS, DRAFT] where a model has made drafts
+                                  tokens, null for a pooled result, [TOKENS, DRAFT] if a model made drafts
  ["stop", SEQ, STRING]            Scheduler.finish_at_stop_string
  ["beams", [[[PARENT, TOKEN, SCORE, STOP], ...], ...]]  Scheduler.advance_beams
  ["reset"]                        Scheduler.reset_prefix_cache
  ["pin", NAME, TOKENS, NAMESPACE], ["unpin", NAME]  Scheduler.pin and unpin
- ["adapter", SLOT, DIGEST, FOLDER]  what the data plane has in a slot from now on; null twice for nothing
- ["write_through"], ["save"]      what is done with the prefix cache on disk
+ ["adapter", SLOT, DIGEST, FOLDER]  load an adapter into a slot of the data plane; null twice: empty it
+ ["write_through"], ["save"]      writes of the prefix cache to disk
  ["close"]                        the end
 ```
 
-Results are those of the oldest plan that has not had all of its results. `log_messages` has the form in which commands
-travel.
+Results belong to the oldest plan that has not had all of its results. `log_messages` has the wire format of commands.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ def digest_of(plan: StepPlan, scheduler: Scheduler) -> str:
 
 
 class CommandLog(SchedulerObserver):
-    """Writes down a scheduler's commands.
+    """Logs a scheduler's commands.
 
     Args:
         scheduler: new scheduler; it reports its commands to the log from now on.
         send: function that takes the commands since the last call, as bytes. It is called before each plan, so that
-            others plan at the same time, and as soon as a step's results are there.
+            others plan at the same time, and as soon as a step has results.
         digest_interval: steps from one digest to the next.
     """
 
@@ -81,7 +80,7 @@ class CommandLog(SchedulerObserver):
         self._send = send
         self._digest_interval = digest_interval
         self._pending: list[Command] = []
-        # Values of measured times that the others have, by command.
+        # Values from measured times that the other ranks have, by command.
         self._measured: dict[str, list[Any]] = {}
         self._num_known: dict[str, int] = {}
         scheduler.observer = self
@@ -137,7 +136,7 @@ class CommandLog(SchedulerObserver):
     # ---- the log ----
 
     def put(self, name: str, *arguments: Any) -> None:
-        """Write down a command; it is sent with the next step, or by `flush`."""
+        """Log a command; it is sent with the next step, or by `flush`."""
         self._pending.append([name, *arguments])
 
     def flush(self) -> None:
@@ -153,7 +152,7 @@ class CommandLog(SchedulerObserver):
         self.flush()
 
     def _send_plan(self, name: str, tick: int) -> None:
-        """Send what measured times have decided, and that a plan is made."""
+        """Send a plan command, after the values from measured times that have changed."""
         scheduler, rates = self._scheduler, self._scheduler.preemption.rates
         measured: dict[str, list[Any]] = {
             "rates": [scheduler.chunk_tokens, rates.copy_bytes_per_s, rates.prefill_tokens_per_s]
@@ -182,10 +181,10 @@ class CommandReplay:
     """Repeats the commands of a log.
 
     Args:
-        scheduler: scheduler that was made as the log's was.
-        others: functions that repeat the commands of other parts than the scheduler, by name. That of "reset" deletes
-            the prefix cache outside of memory.
-        runs_ahead: True to yield the plans of microbatches as they are made; False as the log's process executes them.
+        scheduler: new scheduler with the arguments of the log's scheduler.
+        others: functions that repeat the commands of other parts than the scheduler, by name. "reset" deletes the
+            prefix cache outside of memory.
+        runs_ahead: True to yield plans of microbatches when they are made; False when their results come next.
 
     Attributes:
         is_closed: True after the end of the log.
@@ -205,7 +204,7 @@ class CommandReplay:
         """Repeat commands, and yield each new plan that has items; it is to be executed before the next one.
 
         Raises:
-            LockstepDrift: a plan, or the block tables, are not those of the log.
+            LockstepDrift: a plan, or the block tables, differ from the log's.
         """
         scheduler = self._scheduler
         for name, *given in decode(commands):

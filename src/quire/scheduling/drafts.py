@@ -30,7 +30,7 @@ class DraftSlots:
         self._later_states: list[int] = []
 
     def propose(self, pending_counts: list[int], spare: int) -> Proposals:
-        """Let the drafter propose tokens for the running sequences that decode; return those of each that has any."""
+        """Let the drafter propose tokens for the running sequences that decode; return the proposals."""
         assert self.drafter is not None
         propose, proposals, running = self.drafter.propose, Proposals(), self._queues.running
         for sequence, pending in zip(running, pending_counts, strict=True):
@@ -52,7 +52,7 @@ class DraftSlots:
     def reserve(self, sequence: Sequence, position: int, draft: tuple[int, ...], spare: int) -> int:
         """Append slots for a sequence's next token and for drafts after it; return the number of drafts.
 
-        0, without slots, where there is no room for a draft. Drafts never cause a preemption, and never go past the
+        It is 0, without slots, if there is no room for a draft. Drafts never cause a preemption, and never go past the
         next snapshot of a state.
         """
         memory, seq_id = self._memory, sequence.seq_id

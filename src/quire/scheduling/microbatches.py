@@ -10,7 +10,8 @@ earlier one's; only the earlier plan's results may be missing. A request with a 
 *in flight*: it is in no other plan, keeps its memory, and counts for the limits.
 
 The running requests are divided evenly: a plan takes at most an equal share of the sequences. It skips requests in
-flight, and otherwise keeps to the order of the policy. With one microbatch, plans are those of a scheduler without any.
+flight, and otherwise follows the order of the policy. With one microbatch, plans are the same as without a
+pipeline.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Microbatches:
     Args:
         num_microbatches: number of plans that may be in flight.
         max_num_seqs: see `Scheduler`.
-        queues, admission: those of the scheduler.
-        sequences: its sequences, by id.
+        queues, admission: parts of the scheduler.
+        sequences: the scheduler's unfinished sequences, by id.
         plan_step: plans a step of all sequences that are not held.
 
     Attributes:

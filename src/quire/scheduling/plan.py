@@ -44,7 +44,7 @@ class NewSequence(NamedTuple):
         num_prompt: number of leading `token_ids` that are the prompt.
         token_ids: prompt and output at the time of the plan.
         suppressed_ids: tokens that may not be sampled before `params.min_tokens` output tokens exist.
-        media: embeddings that replace those of some tokens, in the order of their positions.
+        media: embeddings that replace the embeddings of some tokens, in the order of their positions.
         bad_words: token sequences that the output may not contain.
         dry_breakers: tokens that end a repetition for the DRY penalty.
         pooling: result to return at the last token of the prompt, instead of tokens; None to sample.
@@ -86,12 +86,12 @@ class ScheduledSequence(NamedTuple):
         start: number of tokens whose KV is stored already; the position of `token_ids[0]`.
         token_ids: tokens to compute in this step, at positions `start, start + 1, ...`; never empty. In a step that was
             planned ahead, a single `UNKNOWN` stands for the token that the previous step samples for the sequence.
-        table_deltas: changes of the block tables since the last plan that contained the sequence; from block 0 when
-            `new_sequence` is given. The updated tables have slots for at least `start + len(token_ids)` tokens.
+        table_deltas: changes of the block tables since the last plan that contained the sequence; from block 0 with a
+            `new_sequence`. The updated tables have slots for at least `start + len(token_ids)` tokens.
         num_samples: number of tokens to draw from the logits of the last token; 0 in a prefill chunk that is not the
             last. Draw `i` uses `sample_idx + i`.
-        new_sequence: given when the data plane does not know the sequence (new, forked or resumed).
-        num_draft: number of draft tokens at the end of `token_ids`; each is `UNKNOWN` where the data plane has a draft
+        new_sequence: description of a sequence that the data plane does not know (new, forked or resumed), else None.
+        num_draft: number of draft tokens at the end of `token_ids`; each is `UNKNOWN` if the data plane has a draft
             model. A token is sampled at the position before the drafts and at each draft; the first sampled token that
             differs from the next draft ends the run. `num_samples` is 1 then.
     """
@@ -150,7 +150,7 @@ class ItemResult(NamedTuple):
             `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.
         error: reason why this item alone failed (for example non-finite logits), else None; the other fields are empty
             then.
-        draft: draft tokens that were verified, where the data plane has the draft model.
+        draft: draft tokens that were verified, if the data plane has the draft model.
         is_own_fault: True when the parameters of the request caused the error.
         pooled: result of a pooled sequence, whose last item has no tokens: its hidden state, or logits; see `Pooling`.
     """
@@ -171,7 +171,7 @@ class StepResult(NamedTuple):
     Args:
         tick: number of the plan.
         items: result of each item, in the plan's order, a tuple or `DecodeResults`.
-        beams: candidates of each beam group, best first, without impossible ones; empty where an item of the group
+        beams: candidates of each beam group, best first, without impossible ones; empty if an item of the group
             failed.
     """
 

@@ -12,7 +12,7 @@ FLOW_STRIDE = 16
 # Maximum distance between a request's arrival and its turn.
 MAX_FLOW_DELAY = 4096
 
-# Chooses a victim among the candidates, given in order; the second argument returns the waste of preempting one.
+# Chooses a victim among candidates, which are in order; the second argument returns the waste of preempting one.
 PreemptionPolicy = Callable[[Seq[Sequence], Callable[[Sequence], float]], Sequence]
 
 

@@ -1,8 +1,8 @@
 """Preemption: a running sequence loses its memory when an earlier one cannot grow.
 
 A preempted sequence resumes in one of two ways. It waits and computes its tokens again (*recompute*); or its blocks are
-moved to the host and back (*swap*), together with those of all running samples of its request, so that the samples
-share the same blocks afterwards (M8).
+moved to the host and back (*swap*), together with the blocks of all running samples of its request, so that
+the samples share the same blocks afterwards (M8).
 
 Under every policy, only sequences after the one that needs memory are candidates, and sequences are resumed in order.
 So the first sequence in order always advances. The running sequences before a victim finish, no sequence after it is
@@ -46,7 +46,7 @@ class PreemptionCost(NamedTuple):
 
     Args:
         victims: sequences that lose their memory.
-        is_swap: True where their blocks are swapped out.
+        is_swap: True if their blocks are swapped out.
         cost_s: seconds of recomputing, or of swapping out and in.
         freed_bytes: bytes that become available to other sequences.
     """
@@ -71,7 +71,7 @@ class Preemption:
         registry: registry of the sequences, which restarts searches.
         stats: counters of the scheduler.
         policy: name in `PREEMPTION_POLICIES`.
-        mode: "recompute"; "swap", where the siblings and the host tier allow it; or "auto", the cheaper of both.
+        mode: "recompute"; "swap", if the siblings and the host tier allow it; or "auto", the cheaper of both.
             Without a host tier every mode is "recompute".
 
     Attributes:
@@ -174,7 +174,7 @@ class Preemption:
         return swap if self._mode == "swap" else min(recompute, swap, key=lambda cost: cost.waste)
 
     def _swap_cost(self, victim: Sequence, candidates: Seq[Sequence]) -> PreemptionCost | None:
-        """Return the cost of swapping all running samples of a request; None where they cannot be swapped together."""
+        """Return the cost of swapping all running samples of a request; None if they cannot be swapped together."""
         samples = victim.request.sequences
         siblings = tuple(sequence for sequence in samples if sequence.status is SequenceStatus.RUNNING)
         # Samples are adjacent in the queue: if the first of them is a candidate, all are.
@@ -189,6 +189,6 @@ class Preemption:
 
 
 def _num_computed(victim: Sequence) -> int:
-    """Return the number of computed tokens of a sequence; for a beam, those of the prompt and of all beams."""
+    """Return the number of computed tokens of a sequence; for a beam, of the prompt and all beams."""
     search = victim.request.search
     return victim.num_prompt + search.num_computed if search is not None and victim.is_beam else victim.num_computed

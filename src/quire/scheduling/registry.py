@@ -69,7 +69,7 @@ class SequenceRegistry:
         self._queues.enter(self._open(request, 0, list(request.prompt_token_ids)))
 
     def _open(self, request: Request, sample_idx: int, tokens: list[int], parent: Sequence | None = None) -> Sequence:
-        """Create a sequence, forked from the parent where one is given."""
+        """Create a sequence, forked from the parent if one is given."""
         seq_id = self._next_seq_id
         self._next_seq_id += 1
         if parent is None:

@@ -1,4 +1,4 @@
-"""The scheduler: it selects the sequences of a step, with their numbers of tokens, and preempts where memory is short.
+"""The scheduler: it selects the sequences of a step, with their numbers of tokens, and preempts if memory is short.
 
 Prefill and decode are not separate phases. A sequence has pending tokens: one while it decodes, more while its prompt
 (or, after a preemption, all of its tokens) is computed in chunks.
@@ -54,14 +54,14 @@ class Scheduler:
             and all after it wait.
         drafter: drafter that proposes tokens; None disables drafts.
         whole_prompts: True to compute each prompt in one step, for models that see all of it at once.
-        plans_ahead: True to plan a step before the results of the one before it; see `async_scheduling`.
-        num_microbatches: number of plans in a pipeline of stages at the same time; None for none.
+        plans_ahead: True to plan a step before the results of the previous step are read; see `async_scheduling`.
+        num_microbatches: number of plans in a pipeline of stages at the same time; None without a pipeline.
 
     Attributes:
         waiting, running, swapped: see `Queues`.
         drafts: reservation of draft slots; holds the drafter.
         preemption: preemption of sequences; holds the measured transfer rates.
-        microbatches: plans in flight in a pipeline; None for none.
+        microbatches: plans in flight in a pipeline; None without a pipeline.
         chunk_tokens: maximum number of prompt tokens in a step with decoding sequences; None for the whole budget.
         observer: receives every command, if set.
     """
@@ -154,11 +154,11 @@ class Scheduler:
         return self._edits.abort(request_id, reason)
 
     def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
-        """Return the plan of the step after the one in flight; None where that one has to be read first.
+        """Return the plan of the step after the one in flight; None if that one must be read first.
 
         Args:
             tick: number of the plan.
-            in_flight: the last plan, whose results are not applied yet. Sequences of it may have ended since.
+            in_flight: the last plan, whose results are not applied yet. Its sequences may have ended since.
         """
         if self._ahead is None:
             return None
@@ -172,7 +172,7 @@ class Scheduler:
 
     @property
     def draws_on_device(self) -> bool:
-        """True where plans are made ahead, and the device draws the next token of each running sequence."""
+        """True if plans are made ahead and the device draws the next token of each running sequence."""
         return self._ahead is not None and self._ahead.draws_on_device
 
     @property
@@ -188,7 +188,7 @@ class Scheduler:
     # ---- a step ----
 
     def plan(self, tick: int) -> StepPlan:
-        """Return the plan of the next step; it contains every running sequence that can grow, in policy order."""
+        """Plan the next step: all running sequences that can grow, in policy order; see also `Microbatches`."""
         if self.observer is None:
             return self._plan(tick)
         self.observer.plan(tick)
@@ -202,7 +202,7 @@ class Scheduler:
         return self._plan_step(tick) if self.microbatches is None else self.microbatches.plan(tick)
 
     def _plan_as_it_is(self, tick: int) -> StepPlan | None:
-        """Plan a step ahead, of the sequences that get their slots without a preemption; None where none does."""
+        """Plan a step ahead for the sequences that get their slots without a preemption; None if none does."""
         assert self._ahead is not None
         scheduled, spare = self._schedule_running()
         if spare > 0 and not self._ahead.is_short and (self.waiting or self.swapped):
@@ -226,7 +226,7 @@ class Scheduler:
         return self._plan_of(tick, scheduled)
 
     def _plan_of(self, tick: int, scheduled: dict[Sequence, int]) -> StepPlan:
-        """Return the plan of a step with these sequences, given with their numbers of tokens."""
+        """Return the plan of a step with these sequences; `scheduled` has their numbers of tokens."""
         # Block tables are final only now: an append may have moved blocks of sequences that were scheduled earlier.
         items = self._items(scheduled)
         finished_ids = tuple(self._queues.finished_ids)
@@ -235,7 +235,7 @@ class Scheduler:
         return StepPlan(tick, items, self.memory.take_ops(), finished_ids, beams)
 
     def take_ops(self) -> MemoryOps:
-        """Return the copies that were planned and that no step will make, as none follows."""
+        """Return the planned copies that no step has made, because no step follows."""
         pending = [] if self.microbatches is None else self.microbatches.take_ops()
         return joined([*pending, self.memory.take_ops()])
 
@@ -279,7 +279,7 @@ class Scheduler:
         return events
 
     def _take_tokens(self, seq_ids: list[int], sequences: list[Sequence], token_ids: list[int]) -> list[SequenceEvent]:
-        """Append a token to each of some sequences that decode: `update_from_results` in columns, with fewer loops."""
+        """Append one token to each decoding sequence: `update_from_results` in columns, with fewer loops."""
         self.memory.publish_next(seq_ids)
         for sequence in sequences:
             sequence.num_computed += 1
@@ -325,7 +325,7 @@ class Scheduler:
         """Apply the candidates of a step after the results of its items; return the events in order, by group index.
 
         Args:
-            groups: beam groups of the executed plan; those whose request ended while the step ran are skipped.
+            groups: beam groups of the executed plan; groups whose request ended while the step ran are skipped.
             found: candidates of each group.
         """
         if self.observer is not None:
@@ -339,7 +339,7 @@ class Scheduler:
         self._edits.finish_at_stop_string(sequence, stop)
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes, and what drafts are made from; running sequences keep their blocks."""
+        """Drop cached prefixes, and the outputs that the drafter has kept; running sequences keep their blocks."""
         if self.observer is not None:
             self.observer.reset_prefix_cache()
         self.memory.reset_prefix_cache()
@@ -371,7 +371,7 @@ class Scheduler:
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, self.chunk_tokens)
         proposals = self.drafts.propose(pending_counts, spare) if self.drafter and not leaves_room else {}
-        # The others decode, belong to no beam search and have no drafts; those that follow each other share a call.
+        # The others decode, belong to no beam search and have no drafts; consecutive ones share a call.
         singles = {sequence for sequence, count in zip(running, pending_counts, strict=True) if count != 1}
         if self._registry.num_searches:
             singles |= {sequence for sequence in running if sequence.request.search is not None}
@@ -415,7 +415,7 @@ class Scheduler:
         return count
 
     def _items(self, scheduled: dict[Sequence, int]) -> tuple[ScheduledSequence, ...]:
-        """Return the plan's items of the scheduled sequences, which are given with their numbers of tokens."""
+        """Return the plan's items of the scheduled sequences; `scheduled` has their numbers of tokens."""
         deltas = self.memory.take_table_deltas([sequence.seq_id for sequence in scheduled])
         items: list[ScheduledSequence] = []
         # Same as `ScheduledSequence._make`, without a Python call.

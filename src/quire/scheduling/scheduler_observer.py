@@ -14,7 +14,7 @@ from quire.sequences.status import FinishReason
 class SchedulerObserver(Protocol):
     """Receives each command; a method with a command's name is called before the command takes effect.
 
-    Arguments are those of `Scheduler`'s method. An observer changes nothing.
+    Its arguments have the same meaning as in `Scheduler`. An observer changes nothing.
     """
 
     def add(self, request: Request) -> None:

@@ -11,7 +11,7 @@ from quire.memory.results import NO_TOKENS, TokenAccount
 
 
 class Metric(NamedTuple):
-    """Description of a field that counts or measures, given in its annotation: `Annotated[int, Metric(...)]`.
+    """Description of a counter or a measured field, in its annotation: `Annotated[int, Metric(...)]`.
 
     The Prometheus exposition, the statistics of a step, `LLM.stats` and `GET /kv` are derived from these annotations.
 
@@ -32,7 +32,7 @@ class Metric(NamedTuple):
 
 @cache
 def metrics_of(stats: type) -> Mapping[str, Metric]:
-    """Return the metrics that a class declares, by field, those of its base classes first."""
+    """Return the metrics that a class declares, by field, inherited ones first."""
     hints = get_type_hints(stats, include_extras=True)
     declared = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
     return {name: metric for name, metric in declared.items() if isinstance(metric, Metric)}
