@@ -1,4 +1,4 @@
-"""The captured steps of a model, where its device and its kernels support capture."""
+"""The captured steps of a model, if its device and its kernels support capture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CaptureOptions(NamedTuple):
         sizes: numbers of rows of decode steps, ascending; a row is a sequence, or a draft token to verify.
         max_model_len: maximum number of tokens of a sequence.
         piece_sizes: numbers of tokens of other steps, whose pieces between attention are captured, ascending.
-        max_num_seqs: maximum number of sequences of a step; None where no draft model runs.
+        max_num_seqs: maximum number of sequences of a step; None without a draft model.
         makes_drafts: the steps are passes of a draft model, which return tokens instead of logits.
     """
 
@@ -55,7 +55,7 @@ class CaptureOptions(NamedTuple):
 
 
 class CapturedSteps:
-    """The captured steps of a model, which its runner asks before it computes a step itself."""
+    """The captured steps of a model, which its runner tries before it computes a step itself."""
 
     def __init__(self, ladder: GraphLadder | None = None, pieces: PiecewiseLadder | None = None) -> None:
         self.ladder, self.pieces = ladder, pieces
@@ -92,17 +92,17 @@ class CapturedSteps:
 
 
 def _can_replay(items: Sequence[ScheduledSequence]) -> bool:
-    """Say whether all items sample tokens, and none is a prompt."""
+    """Return whether all items sample tokens, and none is a prompt."""
     if isinstance(items, DecodeItems):
         return True
     num_samples, new_sequences = tuple(zip(*items, strict=True))[4:6]
-    # New sequences have been opened by the runner; those from the first token on are prompts.
+    # The runner has opened new sequences; a new sequence that starts at position 0 is a prompt.
     is_known = new_sequences.count(None) == len(items)
     return all(num_samples) and (is_known or all(item.new_sequence is None or item.start for item in items))
 
 
 def has_captured_passes(draft: Decoder) -> bool:
-    """Say whether the passes of a draft model or an MTP head are captured: not where it runs on several ranks."""
+    """Return whether the passes of a draft model or an MTP head are captured: not on several ranks."""
     return draft.ranks is None and draft.replicas is None
 
 
@@ -115,7 +115,7 @@ def capture_steps(
     options: CaptureOptions,
     first_group: int = 0,
 ) -> CapturedSteps | None:
-    """Capture steps; this writes to the null blocks."""
+    """Capture steps, which writes to the null blocks; return None if nothing can be captured."""
     if not isinstance(decoder.ops, MakesStaticSteps):
         return None
     if isinstance(decoder, MTPHead):  # its last group has hidden states of the target, which no captured pass reads
@@ -142,7 +142,7 @@ def _kind_of_ladder(decoder: Decoder, options: CaptureOptions) -> type[GraphLadd
 
 
 def capture_on(device: torch.device, ranks: RankGroup | None = None) -> StepCapture:
-    """Return the capture for a device: CUDA graphs, or a tape of launches where Triton interprets its kernels."""
+    """Return the capture for a device: CUDA graphs, or a tape of launches if Triton interprets its kernels."""
     if device.type == "cuda":
         capture: StepCapture = CudaCapture(device)
     else:

@@ -26,7 +26,7 @@ def rows_of(items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
 
 
 def few_rows_of(items: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledSequence], list[int] | None] | None:
-    """Return items as decodes of one token each, and the number of consecutive decodes of each sequence."""
+    """Return items as decodes, and the number of decodes of each sequence; None if an item has too many tokens."""
     if isinstance(items, DecodeItems):
         return items, None
     counts = [len(item.token_ids) for item in items]

@@ -48,7 +48,7 @@ class MTPLadder(DraftLadder):
     A pass writes its hidden states to the buffer that the next pass reads: nothing is copied between passes as long as
     the same sequences want drafts. Padding rows read stale values there, which affect no other row.
 
-    The last one of its cache groups has hidden states of the target, which no captured pass reads.
+    The last of its cache groups has hidden states of the target, which no captured pass reads.
     """
 
     _decoder: MTPHead
@@ -72,7 +72,7 @@ class MTPLadder(DraftLadder):
         """Compute a pass.
 
         Args:
-            items: n items of one token each, which it takes; see `takes`.
+            items: n items of one token each that `takes` accepted.
             builder: has their block tables, with a slot for the token of each.
             hidden: [n, E], for each item the normed hidden state of the token before it; may be the result of the last
                 pass.

@@ -56,7 +56,7 @@ class ReplayedStep(NamedTuple):
     """Results of a replayed step of n rows: views of static memory, which the next step overwrites.
 
     Args:
-        hidden: hidden states before the last norm, [n, E]; those of an MTP head are normed.
+        hidden: hidden states before the last norm, [n, E]; normed for an MTP head.
         outputs: logits, float32 [n, V], with ranks [n, 0]; for draft passes, the likeliest tokens, int64 [n, C].
         next_positions: position of the token that is sampled for each row, int64 [n] on the device.
     """
@@ -82,12 +82,12 @@ class GraphLadder:
     sequences. A recurrent state is carried through the rows of its sequence.
 
     Steps that read shared prefixes once need additional launches, which would slow down other steps. So they are
-    captured separately, for fewer sizes: padding costs little compared to what they save. Steps with adapters, with
+    captured separately, for fewer sizes: padding costs little compared to the savings. Steps with adapters, with
     two more launches per linear layer, are separate too; in these each row reads its shared prefix by itself.
 
     Args:
         decoder: the model, whose backend makes static steps.
-        storages: memory of its cache groups; of an MTP head, only of the first groups, those that its layers read.
+        storages: memory of its cache groups; for an MTP head, only of the first groups, which its layers read.
         sizes: numbers of rows to capture, ascending.
         limits: the largest step.
         block_size: N.
@@ -179,7 +179,7 @@ class GraphLadder:
             self._outputs[:size].copy_(self._decoder.logits(hidden))
 
     def takes(self, items: Sequence[ScheduledSequence]) -> bool:
-        """Say whether items of one token each fit into a captured step; items of one sequence are in token order."""
+        """Return whether items of one token each fit into a captured step; items of one sequence are in token order."""
         if not 0 < len(items) <= self._sizes[-1]:
             return False
         starts = starts_of(items)
@@ -189,7 +189,7 @@ class GraphLadder:
         return sum(start // self._block_size + 1 for start in last.values()) <= self._limits.num_blocks
 
     def takes_adapters(self, rows: LoraRows) -> bool:
-        """Say whether a captured step takes the adapters of rows; `takes` says whether it takes the rest."""
+        """Return whether a captured step takes the adapters of rows; see `takes` for the rest."""
         return self._adapters is not None and self._adapters.takes(rows)
 
     def run(
@@ -220,7 +220,7 @@ class GraphLadder:
         return ReplayedStep(self._hidden[:count], self._outputs[:count], self._next_positions.device[:count])
 
     def _share(self, laid: LaidOut) -> bool:
-        """Let each group look for shared prefixes; say whether reading them once pays for any group."""
+        """Let each group look for shared prefixes; return whether reading them once pays for any group."""
         found = [group.share(laid.positions, *laid.tables[idx]) for idx, group in self._tokens.items()]
         return any(found)
 
@@ -283,7 +283,7 @@ class LaidOut(NamedTuple):
     """A step on the host.
 
     Args:
-        input_ids: int64 [n], token of each row; None where all were sampled by the previous step, on the device.
+        input_ids: int64 [n], token of each row; None if the previous step has sampled all of them, on the device.
         positions: int64 [n], position of each row.
         tables: block tables of each group as `PlacedTables`; for a group of states, their blocks and `has_state`; see
             `write_states`.

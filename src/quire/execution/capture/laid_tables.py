@@ -1,11 +1,11 @@
-"""Block tables of captured decodes in static memory, where they stay from step to step.
+"""Block tables of captured decodes, which stay in static memory from step to step.
 
 ```
  | table | room | table | room | (a table of an earlier step) | table | room | ... | 0, the null block |
 ```
 
-A table keeps its place while it has room to grow, whichever rows a step has: a step writes appended entries only, and
-whole tables that were changed otherwise. A new table is placed after all others. Where the memory is full, or mostly
+A table keeps its place while it has room to grow, in whichever row it is: a step writes only appended entries, and
+whole tables that were changed otherwise. A new table is placed after all others. If the memory is full, or mostly
 holds tables of earlier steps, it is compacted: all tables are written again, with room to grow if the memory has it.
 """
 
@@ -117,7 +117,7 @@ class LaidTables:
         self._placed = PlacedTables(self._host[: self._end + 1], starts, stamps)
 
     def _lay_all(self, tables: Sequence[BlockTable], positions: Sequence[int]) -> PlacedTables:
-        """Compact: write the tables of a step from the start of the memory, without those of earlier steps."""
+        """Compact: write the tables of a step from the start of the memory, and drop tables of earlier steps."""
         self._places.clear()
         self._end = 0
         num_blocks = {table: len(table.ids) for table in tables}

@@ -89,7 +89,7 @@ class PiecewiseLadder:
         self._hidden[:size].copy_(self._decoder(ids, positions, groups, self._storages))
 
     def takes(self, num_rows: int) -> bool:
-        """Say whether a step of `num_rows` rows fits into a captured one."""
+        """Return whether a step of `num_rows` rows fits into a captured one."""
         return 0 < num_rows <= self._sizes[-1]
 
     def run(self, batch: Batch) -> Tensor:

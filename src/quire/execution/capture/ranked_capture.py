@@ -68,7 +68,7 @@ def seen_sums(
 
 
 class _SeenTransport:
-    """A transport whose all-reduces are launches, from the memory of the operand to that of the result."""
+    """A transport whose all-reduces are launches, from the operand's memory to the result's."""
 
     def __init__(self, inner: Transport, see: Callable[[Callable[[], None]], None]) -> None:
         self.rank, self.size, self.name = inner.rank, inner.size, inner.name

@@ -26,7 +26,7 @@ class StepCapture(Protocol):
         """Capture the launches of a call.
 
         Args:
-            run: reads and writes static memory only, makes the same launches whatever its contents, and does not
+            run: reads and writes static memory only, makes the same launches for any contents, and does not
                 synchronise with the device. It is called more than once, as the first call compiles kernels.
 
         Raises:
@@ -37,7 +37,7 @@ class StepCapture(Protocol):
         """Capture the launches of a call in pieces; a caller may make other launches between their replays.
 
         Args:
-            run: see `capture`; it calls its argument where one piece ends and the next one begins.
+            run: see `capture`; it calls its argument between two pieces.
 
         Raises:
             RuntimeError: see `capture`.
@@ -84,7 +84,7 @@ class CudaCapture:
             try:
                 run(split)
             except BaseException:
-                with suppress(RuntimeError):  # the first error says why
+                with suppress(RuntimeError):  # the first error has the reason
                     end()
                 raise
             end()

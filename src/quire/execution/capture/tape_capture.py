@@ -1,9 +1,9 @@
-"""A CPU stand-in for CUDA graphs: a tape of operators and kernel launches, which replays exactly what was captured.
+"""A CPU stand-in for CUDA graphs: a tape of operators and kernel launches, which replays exactly the captured calls.
 
 Like a graph, it fixes the address of every tensor, the grid of every launch and every host value, and does not run the
-Python code again. So a value that the code reads from the host at each step, and not from static memory, stays as it
-was at capture, and gives wrong results. Code that cannot be captured on a GPU fails here too, as far as operators show
-it: synchronisation, data-dependent shapes, and tensors made of host values.
+Python code again. So a value that the code reads from the host at each step, and not from static memory, is the
+same as at capture, and gives wrong results. Code that cannot be captured on a GPU fails here too, as far as operators
+show it: synchronisation, data-dependent shapes, and tensors made of host values.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_by_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """Say whether an operator indexes by a mask, which makes its shape data-dependent."""
+    """Return whether an operator indexes by a mask, which makes its shape data-dependent."""
     if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
         return False
     return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])

@@ -29,7 +29,7 @@ class DeferredTokens:
 
     Args:
         device: device of the tokens.
-        ranks: ranks that all lay out the same items, of which rank 0 alone samples; None for one process.
+        ranks: ranks that all lay out the same items; only rank 0 samples. None for one process.
     """
 
     def __init__(self, device: torch.device, ranks: RankGroup | None = None) -> None:
@@ -59,14 +59,14 @@ class DeferredTokens:
         self._reads.append(read)
 
     def add_read(self, read: Callable[[], Sequence[ItemResult]]) -> None:
-        """Keep a reader of the present step's results whose tokens the next step has no placeholders for; see `add`."""
+        """Keep a reader of results of the present step; the next step has no placeholders for its tokens. See `add`."""
         self._reads.append(read)
 
     def reader_of(self, launched: StepResult) -> Callable[[], StepResult]:
         """Return a function that waits for the tokens of the present step, and returns its result.
 
         Args:
-            launched: result with empty items where tokens are to be read. Sequences that it failed to sample get a
+            launched: result, with empty items for tokens to be read. Sequences that it failed to sample get a
                 dummy token for the next step: their requests end.
         """
         if any(map(_ERROR, launched.items)):
@@ -139,7 +139,7 @@ def _read(launched: StepResult, reads: Sequence[Callable[[], Sequence[ItemResult
 
 
 def _complete(item: ItemResult, read: dict[int, ItemResult]) -> ItemResult:
-    """Return the result of an item with what was read of it."""
+    """Return the result of an item, completed by the result that was read."""
     found = read.get(item.seq_id)
     if found is None or item.error is not None:
         return item

@@ -74,7 +74,7 @@ class DeviceDrafts:
 
 
 def num_wanted(items: Sequence[ScheduledSequence]) -> list[int]:
-    """Return the number of drafts of each item that the data plane has to make."""
+    """Return the number of drafts that the data plane must make for each item."""
     return [item.num_draft if item.num_draft and item.token_ids[-1] == UNKNOWN else 0 for item in items]
 
 

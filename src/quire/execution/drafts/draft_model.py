@@ -25,7 +25,7 @@ from quire.sequences.decoding.drafting import UNKNOWN
 
 
 class DraftModel:
-    """Runs a draft model in cache groups of its own, which come after the target's and get slots with them.
+    """Runs a draft model in its own cache groups, which come after the target's and get slots with them.
 
     In each step it computes all tokens that the target does, prompts, decodes and drafts, so that a block that is
     shared, published, swapped or rolled back has the keys and values of both. Therefore even the last draft is computed
@@ -59,7 +59,7 @@ class DraftModel:
         self._ladder = ladder
 
     def guess(self, items: Sequence[ScheduledSequence]) -> DeviceDrafts | None:
-        """Compute a step's tokens, and return drafts for the placeholders among them; None where there are none."""
+        """Compute a step's tokens, and return drafts for the placeholders among them; None if there are none."""
         wanted = num_wanted(items)
         certain = [
             item._replace(token_ids=item.token_ids[: len(item.token_ids) - count]) if count else item
@@ -101,7 +101,7 @@ class DraftModel:
 def with_drafts(
     results: Sequence[ItemResult], planned: Sequence[ScheduledSequence], run: Sequence[ScheduledSequence]
 ) -> list[ItemResult]:
-    """Return results that tell the drafts which a model made."""
+    """Return the results with the drafts that a model made."""
     return [
         result if item is before else result._replace(draft=tuple(item.token_ids[-item.num_draft :]))
         for result, before, item in zip(results, planned, run, strict=True)

@@ -26,7 +26,7 @@ from quire.sequences.decoding.drafting import UNKNOWN
 
 
 class MTPDrafter:
-    """Runs an MTP head in cache groups of its own: keys and values, and a state with the last hidden state.
+    """Runs an MTP head in its own cache groups: keys and values, and a state with the last hidden state.
 
     The state is handled like a recurrent layer's: snapshots of it are published with blocks, and rejected drafts roll
     it back. So the hidden state before a step's first token always exists, also after a prefix cache hit.
@@ -59,7 +59,7 @@ class MTPDrafter:
         self._ladder = ladder
 
     def guess(self, items: Sequence[ScheduledSequence]) -> DeviceDrafts | None:
-        """Return drafts for the placeholders among the tokens of items; None where there are none."""
+        """Return drafts for the placeholders among the tokens of items; None if there are none."""
         wanted = num_wanted(items)
         live = [idx for idx, count in enumerate(wanted) if count]
         passes: list[tuple[Sequence[int], Tensor]] = []
@@ -82,7 +82,7 @@ class MTPDrafter:
         return self._tokens.take_drafts(items, passes)
 
     def _run(self, items: Sequence[ScheduledSequence], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a pass of `guess`, by replaying a captured one where possible.
+        """Run a pass of `guess`, by replaying a captured pass if possible.
 
         Args:
             items: n items of one token each.
@@ -115,7 +115,7 @@ class MTPDrafter:
         self._states[self._placed(states.block_ids)] = normed.index_select(0, last_rows)
 
     def _last_hidden(self, items: Sequence[ScheduledSequence]) -> Tensor:
-        """Return the hidden state before the first token of each item [S, E]; zeros where none is before it."""
+        """Return the hidden state before the first token of each item [S, E]; zeros at position 0."""
         tables = [self._builder.tables[item.seq_id][self._groups[-1]] for item in items]
         hidden = self._states.index_select(0, self._placed(table.ids[-1] for table in tables))
         starts = [item.start for item in items]

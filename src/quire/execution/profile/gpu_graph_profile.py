@@ -109,6 +109,6 @@ def measure_graph_bytes(
 
 
 def graph_bytes(decodes: GraphBytes, both: GraphBytes, num_graphs: NumGraphs) -> int:
-    """Return the bytes of all captured steps, given those of the largest: smaller ones reuse its memory pool."""
+    """Return the bytes of all captured steps from the bytes of the largest, whose memory pool smaller ones reuse."""
     of_decodes = -(-decodes.driver * num_graphs.decodes // max(1, num_graphs.measured))
     return both.reserved + of_decodes + max(0, both.driver - decodes.driver) * num_graphs.pieces

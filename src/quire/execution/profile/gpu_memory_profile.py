@@ -105,7 +105,7 @@ def _num_cached(items: Items) -> int:
 
 
 def plan_of(items: Items, limits: StepLimits, num_groups: int, params: SamplingParams = HUNGRY) -> StepPlan:
-    """Return a plan of sequences whose blocks are all block 1: what is computed has no meaning, only a size."""
+    """Return a plan of sequences whose blocks are all block 1: only the sizes of its tensors have a meaning."""
     return StepPlan(0, tuple(_plan_items(items, limits, num_groups, params)), NO_OPS, ())
 
 

@@ -1,4 +1,4 @@
-"""Builds the model runner of a loaded model: its KV memory, and all else that a step takes."""
+"""Builds the model runner of a loaded model, with its KV memory, sampler, drafter and captured steps."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def build_runner(
     captured: CaptureOptions | None = None,
     deferred: DeferredTokens | None = None,
 ) -> ModelRunner:
-    """Give a loaded decoder its KV memory, and all else that a step takes.
+    """Return the runner of a loaded decoder, with its KV memory.
 
     Args:
         decoder: decoder with all its weights.
-        num_blocks: B for each cache group, the null block included: all that its view of the shared memory has.
+        num_blocks: B of each cache group, the null block included: the size of its view of the shared memory.
         block_size: N.
         device: the decoder's.
         dtype: the decoder's.
         stored: see `quire.execution.step.kv_storage.KVStorage`.
         host_bytes: number of bytes of the host tier; 0 for none.
-        disk: the tier below that, if there is one.
+        disk: the disk tier; None for none.
         draft: see `ModelRunner`, of the same dtype; its cache groups come last in `num_blocks`.
-        grammars: the model's grammars; None where no output can be constrained.
+        grammars: the model's grammars; None if no output can be constrained.
         captured: steps to capture; None for none.
-        deferred: keeps the tokens of steps whose tokens are read after the next step was launched; None to read them
-            with each step.
+        deferred: device tokens of steps, which are read after the next step was launched; None to read them with each
+            step.
     """
     torch_device = torch.device(device)
     groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
@@ -75,7 +75,7 @@ def build_runner(
     if isinstance(decoder.ops, DrawsTokens) and torch_device.type != "cpu":
         with torch.inference_mode():
             warm_up(draws, decoder.spec.vocab_size, torch_device)
-    # Where kernels are not the host's own, and where they are interpreted, the host waits for tokens only.
+    # On a GPU, with interpreted kernels or deferred tokens, the device draws rows: the host waits for tokens only.
     is_apart = torch_device.type != "cpu" or isinstance(decoder.ops, MakesStaticSteps) or deferred is not None
     if decoder.is_follower:
         sampler = Sampler(torch_device, is_follower=True)

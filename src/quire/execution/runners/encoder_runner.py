@@ -1,4 +1,4 @@
-"""The runner of encoders: texts are computed whole, each in one step, and give a pooled result; nothing is kept."""
+"""The runner of encoders: each text is computed whole in one step, and gives a pooled result; there is no KV cache."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from quire.scheduling.plan import LaunchedStep, StepPlan, StepResult
 
 
 class Runner(Protocol):
-    """Executes plans on one device; methods raise what the data plane raises."""
+    """Executes plans on one device; methods raise the data plane's own errors."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
@@ -18,14 +18,14 @@ class Runner(Protocol):
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first plan."""
 
     def move(self, ops: MemoryOps) -> None:
-        """Make movements without a step."""
+        """Move blocks without a step."""
 
 
 class Executor(Protocol):
     """Carries plans to one or more workers."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launch a step, behind those that were launched before.
+        """Launch a step, which runs after the steps launched before.
 
         Args:
             plan: plan in which `UNKNOWN` stands for a token that the step launched last has drawn.
@@ -38,11 +38,11 @@ class Executor(Protocol):
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first step."""
 
     def move(self, ops: MemoryOps) -> None:
-        """Make movements without a step.
+        """Move blocks without a step.
 
         Raises:
             WorkerError: they failed.
         """
 
     def close(self) -> None:
-        """Let go of the workers and of all that they hold."""
+        """Release the workers and their memory."""

@@ -15,12 +15,12 @@ from quire.scheduling.plan import LaunchedStep, StepPlan, StepResult
 
 
 class RankedExecutor:
-    """Runs steps on rank 0; whatever fails in one ends the engine, since the other ranks are in the middle of it.
+    """Runs steps on rank 0; any failure in a step ends the engine, since the other ranks are running it.
 
     Args:
         inner: executor of this rank's part.
         ranks: all ranks.
-        cores: cores that the thread of the steps stays on; none for any.
+        cores: cores that the thread of the steps is bound to; empty to leave it unbound.
         close_log: function that tells the other ranks that no step follows.
     """
 
@@ -57,26 +57,26 @@ class RankedExecutor:
             self._ranks.links.check()
             with self._ranks.group.watched():
                 yield
-            # Where a rank has failed meanwhile, a device may have been freed from its wait without a result.
+            # If a rank has failed meanwhile, a device's wait may have ended without a result.
             self._ranks.links.check()
         except BaseException as error:
             raise self.failure_of(error) from error
 
     def _bind(self) -> None:
-        """Keep this thread, and those that it starts, on the rank's cores; others of the process may run anywhere."""
+        """Bind this thread, and threads that it starts, to the rank's cores; other threads stay unbound."""
         self._bound = threading.get_native_id(), os.sched_getaffinity(0)
         os.sched_setaffinity(0, self._cores)
         self._cores = ()
 
     def _unbind(self) -> None:
-        """Let the thread run where it could before: its next engine's ranks inherit that."""
+        """Restore the thread's previous cores, which the ranks of its next engine inherit."""
         if self._bound is not None:
             thread_id, cores = self._bound
             with suppress(OSError):  # it may have ended
                 os.sched_setaffinity(thread_id, cores)
 
     def failure_of(self, error: BaseException) -> BaseException:
-        """Return the error with which no rank can go on; other interruptions end the ranks, and stay what they are."""
+        """End the ranks, and return their error; an interruption that is no `Exception` is returned itself."""
         failure = self._ranks.cause_of(_cause(error))
         return failure if isinstance(error, Exception) else error
 
@@ -85,7 +85,7 @@ class RankedExecutor:
         return self._inner.measure_copies()
 
     def move(self, ops: MemoryOps) -> None:
-        """See `Executor`: the parts of blocks that this rank has; the others move theirs by themselves."""
+        """See `Executor`; it moves this rank's parts of blocks, and the other ranks move theirs."""
         self._inner.move(ops)
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class RankedExecutor:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error of a rank behind that of a step."""
+    """Return the `RankFailed` among an error's causes; the error itself if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, RankFailed):
         cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""The model runner, which obeys one plan at a time on one device, and the executor that calls it in its own process."""
+"""The model runner, which executes one plan at a time on one device, and the executor of the same process."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ _NEW_SEQUENCE: Final = attrgetter("new_sequence")
 class ModelRunner:
     """Turns a plan into a result: bytes are moved, the model runs, tokens are drawn.
 
-    It decides nothing, and keeps of a sequence only what its opening and later items said, until the plan closes it.
+    It makes no decisions. Its only state of a sequence is the data from plans, until a plan closes the sequence.
 
     Args:
         decoder: the model.
-        storages: memory, one for each cache group, those of what makes drafts last.
+        storages: memory of each cache group, the groups of the draft model or MTP head last.
         builder: turns a plan into the models' inputs.
         sampler: turns logits into tokens.
-        media: has the embeddings that come with prompts.
+        media: embeddings that come with prompts.
         host_bytes: number of bytes of the host tier; 0 for none.
-        disk: the tier below that, if there is one.
-        draft: runs a second model that makes drafts, or the first one's MTP head; None for neither.
+        disk: the disk tier; None for none.
+        draft: draft model, or MTP head of the model; None for neither.
         prefaulter: touches the memory's pages before they are used; None for none.
-        captured: captured steps of the model, which are asked first; None for none.
+        captured: captured steps of the model, which are tried first; None for none.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def move(self, ops: MemoryOps) -> None:
-        """Make movements without a step, and wait for the disk where they are too many for it."""
+        """Move blocks without a step; wait for the disk if its queue is full."""
         self._blocks.apply(ops.copies, ops.saves, wait=True)
 
     @torch.inference_mode()
@@ -133,7 +133,7 @@ class ModelRunner:
             items = drafts.read(items)
         self._sampler.begin_step(plan if items is plan.items else plan._replace(items=tuple(items)))
         given = self._embeddings.rows(plan.items, row_starts_of(items)) if self._embeddings.by_sequence else None
-        is_measured = self._sampler.measures_prompts(items)  # then every row is read, else what is sampled
+        is_measured = self._sampler.measures_prompts(items)  # then every row is read, else sampled rows
         reads_all = is_measured or isinstance(self.draft, MTPDrafter)
         if self._pooler.by_sequence:
             reads_all |= self._pooler.reads_all(items)
@@ -172,7 +172,7 @@ class ModelRunner:
         return StepResult(plan.tick, tuple(results), found)
 
     def _replay(self, items: Sequence[ScheduledSequence]) -> ReplayedStep | None:
-        """Replay a captured step, if there is one for the items, and they need nothing but the model and adapters."""
+        """Replay a captured step, if there is one for the items, and they have no embeddings and are not pooled."""
         if self.captured is None:
             return None
         others = self._embeddings.by_sequence, self._pooler.by_sequence
@@ -181,7 +181,7 @@ class ModelRunner:
         return self.captured.replay(items, self._builder, self._adapters)
 
     def _compute(self, items: Sequence[ScheduledSequence], counts: Sequence[int] | None, given: Any) -> torch.Tensor:
-        """Return the hidden states of the last rows of items, `counts` of each; of all rows where it is None."""
+        """Return the hidden states of the last rows of items, `counts` of each; of all rows if it is None."""
         adapters, groups = self._adapters, self._groups
         if self.captured is not None and given is None:
             hidden = self.captured.replay_pieces(items, self._builder, adapters, groups)
@@ -217,7 +217,7 @@ class ModelRunner:
         return [known.get(item.seq_id) or ItemResult(item.seq_id, ()) for item in items], found
 
     def _draw_likeliest(self, sampled: Sequence[ScheduledSequence], hidden: torch.Tensor) -> list[ItemResult] | None:
-        """Return the likeliest tokens where ranks find them in parts of the logits, and nothing else is asked for."""
+        """Return greedy results from the ranks' parts of the logits; None if that is not possible for the items."""
         found = self._decoder.likeliest(hidden) if self._sampler.is_greedy(sampled) else None
         return None if found is None else self._sampler.take_likeliest(*found, sampled)
 
@@ -239,12 +239,12 @@ class ModelRunner:
             return self._sampler.sample(logits, sampled, positions), ()
         except Exception:
             logger.exception("sampling %d sequences at once failed; each is sampled by itself", len(sampled))
-        del logits  # it may have failed for want of memory, which the error kept until here
+        del logits  # memory may have run out, and the error held the logits until here
         return sample_apart(self._sampler, lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)
 
 
 class InProcessExecutor:
-    """Runs every step in the caller's own process and thread, which waits for no token that stays on the device.
+    """Runs every step in the caller's process and thread, which does not wait for deferred tokens.
 
     Args:
         runner: runner of the model, which executes plans.
@@ -283,7 +283,7 @@ class InProcessExecutor:
         return None if self._runner is None else self._runner.measure_copies()
 
     def move(self, ops: MemoryOps) -> None:
-        """Make movements without a step.
+        """Move blocks without a step.
 
         Raises:
             WorkerError: they failed.
@@ -300,7 +300,7 @@ class InProcessExecutor:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Let go of the tensors of the calls that have failed, which an error that is kept would keep: a step's memory."""
+    """Release the tensors of failed calls: the frames of a stored error would keep a step's memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

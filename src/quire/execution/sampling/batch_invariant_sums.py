@@ -1,4 +1,4 @@
-"""Sums of rows, in float64, that are the same for a row alone as among others.
+"""Sums of rows in float64, which do not depend on the other rows.
 
 Stock operators split a single long row between threads, and add up its parts in another order.
 """

@@ -1,8 +1,8 @@
 """The best continuations of the beams of a search, for all searches of a step at once.
 
 ```
- logits [R, V] -> log probabilities, changed as each request asks -> the best of each row
-               -> with the beams' own scores, and those of a group side by side -> the best of each group
+ logits [R, V] -> log probabilities, after logits processing -> the best of each row
+               -> plus the beams' scores, the beams of a group side by side -> the best of each group
 ```
 """
 
@@ -70,10 +70,9 @@ def find_candidates(
 def _best_of_rows(
     logits: torch.Tensor, rows: Sequence[BeamRow], width: int, keep: KeepTokens
 ) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
-    """Return the `width` best log probabilities of each row and their tokens, [R, width], as requests changed them.
+    """Return the `width` best log probabilities of each row and their tokens, [R, width], after logits processing.
 
-    Requests change log probabilities as samples' change logits, and they are not made to sum up to one again: so the
-    scores are those of transformers.
+    It is applied to log probabilities, which are not normalised again: so the scores are the same as in transformers.
     """
     values, ids, errors = [], [], dict[int, str]()
     tile = rows_per_tile(logits.shape[1])

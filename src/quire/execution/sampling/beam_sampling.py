@@ -1,4 +1,4 @@
-"""The sampling of a step with beams, and of a step whose items have to be sampled one by one."""
+"""Sampling of a step with beams, and of a step item by item."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSeq
 def sample_beams(
     sampler: Sampler, logits: torch.Tensor, items: Sequence[ScheduledSequence], groups: Sequence[BeamGroup]
 ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
-    """Draw the tokens of a step, and find the candidates of those items that are beams."""
+    """Draw the tokens of a step, and find the candidates of its beam groups."""
     if not groups:
         return sampler.sample(logits, items), ()
     item_idx_of = {item.seq_id: item_idx for item_idx, item in enumerate(items)}
@@ -51,9 +51,9 @@ def sample_apart(
     items: Sequence[ScheduledSequence],
     groups: Sequence[BeamGroup],
 ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
-    """Sample the items of a step one by one, the beams of a search together, after all at once have failed.
+    """Sample the items of a step one by one, the beams of a search together, after sampling all at once has failed.
 
-    So whatever one of them asks for, the others get their tokens, unless the GPU has failed.
+    So an item that fails does not affect the others, unless the GPU has failed.
     """
     require_device()
     sampler.begin(items)

@@ -11,8 +11,7 @@ from quire.execution.sampling.row_order import ascending_order
 def apply_top_n_sigma(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
     """Forbid tokens that are further below the best one than some standard deviations of the logits.
 
-    Temperature scales both alike, so it does not matter which is first. Tokens that are forbidden already count in
-    nothing.
+    Temperature scales logits and deviation alike, so their order does not matter. Forbidden tokens do not count.
 
     Source: top-n-sigma, arXiv 2411.07641.
     """
@@ -26,8 +25,8 @@ def apply_top_n_sigma(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
 
 
 def apply_typical_p(logits: torch.Tensor, typical_p: torch.Tensor) -> None:
-    """Forbid tokens whose surprise is far from the expected one, the entropy: kept is the smallest set of the least
-    far ones whose probability reaches `typical_p`. Of equally far ones the lower token id comes first.
+    """Forbid tokens whose surprise is far from the entropy: the nearest ones are kept until their probability reaches
+    `typical_p`. The lower token id comes first among equally near ones.
 
     Source: locally typical sampling, arXiv 2202.00666.
     """
@@ -36,6 +35,6 @@ def apply_typical_p(logits: torch.Tensor, typical_p: torch.Tensor) -> None:
     entropy = row_sums((shares * surprise).where(shares > 0, 0.0))
     order = ascending_order((surprise - entropy).abs())
     reached = shares.gather(-1, order).cumsum(-1)
-    # One is kept while those before it fall short; so the least far always is.
+    # A token is kept if the mass of nearer tokens is less than typical_p; so the nearest always is.
     is_kept = reached - shares.gather(-1, order) < typical_p[:, None]
     logits.masked_fill_(~torch.zeros_like(is_kept).scatter_(-1, order, is_kept), -torch.inf)

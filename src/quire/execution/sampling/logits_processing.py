@@ -27,7 +27,7 @@ KeepTokens = Callable[[torch.Tensor, Sequence[int], Sequence[torch.Tensor]], Non
 
 
 class LogitsProcessing:
-    """One sequence's changes of its logits."""
+    """The logits processing of one sequence."""
 
     def __init__(
         self, new_sequence: NewSequence, device: torch.device, grammar_state: MaskedOutput | None = None
@@ -40,7 +40,7 @@ class LogitsProcessing:
         self.history = TokenHistory(new_sequence.token_ids, new_sequence.num_prompt) if params.needs_history else None
         self.allowed_ids = None
         if params.allowed_token_ids is not None:
-            allowed_ids = array("q", params.allowed_token_ids)  # of a whole vocabulary much faster than a list
+            allowed_ids = array("q", params.allowed_token_ids)  # for a whole vocabulary much faster than a list
             self.allowed_ids = torch.frombuffer(allowed_ids, dtype=torch.int64).to(device)
         self.bias_ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
         self.bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
@@ -52,7 +52,7 @@ class LogitsProcessing:
         self.suppressed_until = new_sequence.num_prompt + params.min_tokens if suppressed_ids else 0
 
     def is_none(self, position: int) -> bool:
-        """True when the logits of the token at `position` stay as they are."""
+        """True if the logits of the token at `position` are not changed."""
         return (
             self.history is None
             and self.grammar_state is None
@@ -63,7 +63,7 @@ class LogitsProcessing:
 
     @property
     def shows_bad_logits(self) -> bool:
-        """True when logits that are not numbers are still none afterwards, because they are added to, and no more."""
+        """True if logits that are not finite stay so, because the processing only adds to them."""
         return (
             self.history is None
             and self.grammar_state is None
@@ -79,7 +79,7 @@ class LogitsProcessing:
 def adjust(
     logits: torch.Tensor, rows: Sequence[tuple[int, LogitsProcessing, int]], keep: KeepTokens = apply_token_bitmask
 ) -> dict[int, str]:
-    """Apply what requests ask for to the named rows, in place."""
+    """Apply the logits processing of requests to the named rows, in place; return errors by row."""
     errors = constrain(logits, rows, keep)
     keep_only(logits, [(row, own.allowed_ids) for row, own, _ in rows if own.allowed_ids is not None])
     add_bias(logits, [(row, own.bias_ids, own.bias) for row, own, _ in rows if len(own.bias_ids)])
@@ -101,7 +101,7 @@ def adjust(
             penalize_repeats(logits[row], history.tokens(), own.params, own.breakers)
     processed = [(row, own, history) for row, own, history in known if own.params.logits_processors]
     errors |= {row: error for row, own, history in processed if (error := _process(logits[row], own, history))}
-    # A processor may return logits of its own making; what a grammar forbids stays forbidden.
+    # A processor may return any logits; tokens that a grammar forbids stay forbidden.
     if any(own.grammar_state is not None for _, own, _ in processed):
         own_rows = {row for row, _, _ in processed}
         constrain(logits, [entry for entry in rows if entry[0] in own_rows], keep)
@@ -111,7 +111,7 @@ def adjust(
 def constrain(
     logits: torch.Tensor, rows: Sequence[tuple[int, LogitsProcessing, int]], keep: KeepTokens
 ) -> dict[int, str | None]:
-    """Forbid what the rows' grammars do not have next; return for each row with a grammar why that failed, or None."""
+    """Forbid tokens that the rows' grammars do not allow next; return the grammar's error, or None, by row."""
     constrained = [(row, own.grammar_state, position) for row, own, position in rows if own.grammar_state is not None]
     masks = {row: mask for row, own, position in constrained if (mask := own.mask_at(position)) is not None}
     if masks:
@@ -120,12 +120,12 @@ def constrain(
 
 
 def _process(row: torch.Tensor, own: LogitsProcessing, history: TokenHistory) -> str | None:
-    """Apply a request's processors to its logits [V]; return why that failed, or None."""
+    """Apply a request's processors to its logits [V]; return the reason of a failure, or None."""
     prompt, output = history.prompt_and_output()
     values = row.clone()
     for processor in own.params.logits_processors:
         name = type(processor).__qualname__
-        # An error, also one of its result, fails its own request only.
+        # An error of the processor, or a bad result, fails only this request.
         try:
             name = getattr(processor, "__qualname__", name)
             values = processor(prompt.copy(), output.copy(), values)
@@ -139,7 +139,7 @@ def _process(row: torch.Tensor, own: LogitsProcessing, history: TokenHistory) ->
 
 
 def _are_logits(values: object, row: torch.Tensor) -> bool:
-    """Say whether values can take the place of a row of logits [V], in whose dtype they must still be finite."""
+    """Return whether values can replace a row of logits [V]; in its dtype they must be neither NaN nor infinity."""
     if not isinstance(values, torch.Tensor) or values.shape != row.shape or not values.is_floating_point():
         return False
     return bool((values.to(row) < torch.inf).all())

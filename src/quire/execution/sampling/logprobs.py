@@ -1,4 +1,4 @@
-"""Log probabilities of given tokens, from the raw distribution."""
+"""Log probabilities of tokens, from the model's raw logits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TILE_BYTES = 32 << 20
 
 
 def rows_per_tile(vocab_size: int) -> int:
-    """Return how many rows of float32 logits make a tile of bounded size."""
+    """Return the number of rows of float32 logits in a tile of bounded size."""
     return max(1, TILE_BYTES // (4 * vocab_size))
 
 
 def measure(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Measure one token of each row."""
+    """Return the log probability of one token of each row, and `counts` of the most probable tokens."""
     ids = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = logits.gather(1, ids)
     # Row by row; `logsumexp` adds up a single row on several threads, and so differently.
@@ -54,6 +54,9 @@ def measure_prompt(
         token_ids: the tokens.
         count: number of most probable tokens to list for each.
         vocab_size: V.
+
+    Returns:
+        Their log probabilities; None if logits are not finite.
     """
     measures: list[TokenLogprobs] = []
     tile = rows_per_tile(vocab_size)

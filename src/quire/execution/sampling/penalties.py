@@ -10,9 +10,9 @@ from quire.execution.sampling.token_history import TokenCounts
 from quire.execution.sampling.token_masks import row_entries
 from quire.sequences.params import SamplingParams
 
-# Longer repetitions count as this long, which bounds the work for a text that says one thing over and over.
+# Longer repetitions count as this long, which bounds the work for a text of many repetitions.
 MAX_REPEATED = 128
-# A penalty is a float32: past this, no logit is left to be compared with.
+# Limit of a DRY penalty, so that it is finite in float32; far above all logits.
 MAX_PENALTY = 1e30
 
 
@@ -40,11 +40,11 @@ def penalize_tokens(logits: torch.Tensor, penalized: Sequence[tuple[int, Samplin
 
 
 def penalize_repeats(row: torch.Tensor, tokens: torch.Tensor, params: SamplingParams, breakers: torch.Tensor) -> None:
-    """Make it the less likely that the end of a sequence goes on as it did before, the longer both are alike (DRY).
+    """Penalize tokens that would continue a repetition, the more the longer the repetition is (DRY).
 
-    A token that came after the last `n` tokens when they occurred before loses
-    `dry_multiplier * dry_base ** (n - dry_allowed_length)`, if `n` is `dry_allowed_length` at least; where they
-    occurred several times, the longest `n` counts. Nothing is alike across a breaker, and no breaker loses anything.
+    If the last `n` tokens occurred before, with `n` at least `dry_allowed_length`, the token that followed them there
+    loses `dry_multiplier * dry_base ** (n - dry_allowed_length)`. If it followed several repetitions, the longest `n`
+    counts. A repetition does not extend across a breaker, and no breaker is penalized.
 
     Args:
         row: logits of one sequence, float32 [V], changed.
@@ -62,7 +62,7 @@ def penalize_repeats(row: torch.Tensor, tokens: torch.Tensor, params: SamplingPa
     limit = min(since_breaker, MAX_REPEATED)
     if limit < params.dry_allowed_length:
         return
-    ends = (tokens[:end] == tokens[end]).nonzero()[:, 0]  # where the last token occurred before
+    ends = (tokens[:end] == tokens[end]).nonzero()[:, 0]  # earlier positions of the last token
     ends = ends[~is_breaker[ends + 1]]
     lengths = torch.ones_like(ends)
     alike = torch.arange(len(ends))

@@ -15,7 +15,7 @@ from quire.scheduling.plan import ItemResult
 def with_prompt_logprobs(
     result: ItemResult, targets: tuple[Sequence[int], int], hidden: Tensor, decoder: Decoder
 ) -> ItemResult:
-    """Add the log probabilities of the prompt's tokens, where the request wants them.
+    """Add the log probabilities of the prompt's tokens, if the request wants them.
 
     Args:
         result: result of the item so far.

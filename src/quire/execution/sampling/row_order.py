@@ -27,7 +27,7 @@ def stable_topk(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
 
 
 def ascending_order(values: torch.Tensor) -> torch.Tensor:
-    """Return the token ids of each row by ascending value; the lower one of equals comes first.
+    """Return the token ids of each row by ascending value; the lower id comes first among equals.
 
     On CPUs 262,144 integers of one row are sorted in an eighth of the time that rows of floats take.
     """

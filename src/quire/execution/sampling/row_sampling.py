@@ -22,8 +22,8 @@ from quire.text.structured.mask_filler import MaskedOutput
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 
 
-# Parameters of a sequence packed as bytes, so that those of many rows are joined in one call. `top_k`, or the greatest
-# int64 for none; the seed in two's complement; the index of the sample in its request; and `top_p`:
+# Parameters of a sequence packed as bytes, so that one call joins the parameters of many rows. `top_k`, or the
+# greatest int64 for none; the seed in two's complement; the index of the sample in its request; and `top_p`:
 WIDE_PARAMETERS: Final = Struct("=qqqd")
 # Temperature, `min_p`, and the kind of rows:
 NARROW_PARAMETERS: Final = Struct("=ffi")
@@ -68,12 +68,12 @@ class SamplingState:
 
     @property
     def looks_back(self) -> bool:
-        """Say whether the processing of a row's logits depends on the tokens before it, including drafts."""
+        """Return whether the processing of a row's logits depends on the tokens before it, including drafts."""
         return self.adjustments.history is not None
 
     @property
     def is_plain(self) -> bool:
-        """Say whether sampling is greedy, without any other option."""
+        """Return whether sampling is greedy, without any other option."""
         params = self.params
         is_greedy = params.is_greedy and params.min_tokens == 0 and not params.measures_tokens
         return is_greedy and self.adjustments.is_none(0)
@@ -102,7 +102,7 @@ class Row(NamedTuple):
 
 
 class SampledRow(NamedTuple):
-    """The result of a row: tokens, their log probabilities where they are measured; or an error, and nothing else."""
+    """The result of a row: tokens, and log probabilities if they are measured; or only an error."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()

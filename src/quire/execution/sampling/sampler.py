@@ -1,8 +1,8 @@
 """The sampler: from a step's logits to its tokens, for the whole batch at once.
 
-Tokens are drawn where the logits are. On a device the host waits once per step, for the tokens and their log
+Tokens are drawn on the device of the logits. The host waits for it once per step, for the tokens and their log
 probabilities, or with asynchronous scheduling once the next step has been launched. Rows with options that only the
-host implements are drawn by the host: filters of whole distributions, bias, allowed tokens, suppressed ones, bad words,
+host implements are drawn by the host: filters of whole distributions, bias, allowed and suppressed tokens, bad words,
 DRY, logits processors, several samples at once, and drafts whose rows depend on the tokens before them.
 """
 
@@ -42,17 +42,17 @@ class Sampler:
 
     Args:
         device: device of the logits.
-        grammar_states: grammar states of constrained outputs; None where no request can be constrained.
-        keep: applies their masks.
-        draws: draws tokens on the device; None where the host draws them all.
+        grammar_states: grammar states of constrained outputs; None if no request can be constrained.
+        keep: applies the masks of grammars.
+        draws: draws tokens on the device; None if the host draws all of them.
         deferred: keeps the tokens that are drawn on the device, whose results are empty when `sample` returns; None to
             read them at once.
-        is_follower: the tokens are drawn on another rank. The parameters of open sequences are kept, by which all ranks
-            read the same rows; which drafts are accepted is not known here before the next plan.
+        is_follower: True if another rank draws the tokens. The parameters of open sequences are kept, so that all ranks
+            read the same rows; accepted drafts are known here only from the next plan.
 
     Attributes:
         states: sampling states of the open sequences.
-        keep: the argument of this name.
+        keep: see the argument.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Sampler:
         self._grammar_states = grammar_states
         self.keep = keep
         self.states: dict[int, SamplingState] = {}
-        # Open sequences that are not plain greedy; those with a token history; those with prompt log probabilities.
+        # Open sequences that are not plain greedy; that have a token history; that have prompt log probabilities.
         self._special: dict[int, SamplingState] = {}
         self._with_history: dict[int, TokenHistory] = {}
         self._with_prompt: dict[int, SamplingState] = {}
-        # Open sequences of which the host draws some or all rows.
+        # Open sequences whose rows the host draws, always or at some positions.
         self._on_host: dict[int, SamplingState] = {}
         self._rows = None if draws is None else DeviceRows(self.states, device, keep, draws, deferred)
         self._deferred, self._is_follower = deferred, is_follower
@@ -98,7 +98,7 @@ class Sampler:
         self.begin(plan.items)
 
     def begin(self, items: Sequence[ScheduledSequence]) -> None:
-        """Sync histories and grammar states to the tokens before those that are sampled."""
+        """Sync histories and grammar states to the tokens before the sampled ones."""
         if self._with_history and not isinstance(items, DecodeItems):
             for item in items:
                 history = self._with_history.get(item.seq_id)
@@ -112,7 +112,7 @@ class Sampler:
             self._has_grammars = self._grammar_states.num_open > 0
 
     def masks_drafts(self, items: Iterable[ScheduledSequence]) -> bool:
-        """Say whether a grammar may mask rows of drafts: then the drafts must be known when the step begins."""
+        """Return whether a grammar may mask rows of drafts: then the drafts must be known when the step begins."""
         opened = (item.new_sequence for item in items if item.num_draft)
         return self._has_grammars or any(each is not None and each.params.is_constrained for each in opened)
 
@@ -151,7 +151,7 @@ class Sampler:
 
         Args:
             logits: float32 [R, V], overwritten: the rows of each item's last token, and of the `num_draft` before it.
-            items: those with `num_samples` of at least 1, in any order; no item's result depends on the others.
+            items: items with `num_samples` of at least 1, in any order; no item's result depends on the others.
             positions: position of the token that each row samples, int64 [R] on the device; None copies them there.
         """
         if self._rows is None:
@@ -175,7 +175,7 @@ class Sampler:
         return [results[row] for row in range(len(items))]
 
     def _can_draw(self, item: ScheduledSequence) -> bool:
-        """Say whether an item, without drafts, can be drawn on the device."""
+        """Return whether an item, without drafts, can be drawn on the device."""
         if item.num_samples != 1:
             return False
         state = self._on_host.get(item.seq_id)
@@ -204,7 +204,7 @@ class Sampler:
     def take_likeliest(
         self, greatest: torch.Tensor, chosen: torch.Tensor, items: Sequence[ScheduledSequence]
     ) -> list[ItemResult] | None:
-        """Return the results of greedy sampling, or None where the greatest logit of some row is not finite.
+        """Return the results of greedy sampling; None if some greatest logit is not finite and tokens are read at once.
 
         Args:
             greatest: greatest logits, [R] of float32.
@@ -259,7 +259,7 @@ class Sampler:
         return results
 
     def _take_runs(self, items: Sequence[ScheduledSequence], drawn: DrawnRows) -> list[ItemResult]:
-        """Return the results of items, given the rows of their drafts and of the tokens before these; as `_take`."""
+        """Return the results of items from the rows of their drafts and of the tokens before these; see `_take`."""
         if self._deferred is None:
             return self._read_runs(items, drawn)
         self._deferred.add_read(partial(self._read_runs, items, _copied(drawn)))
@@ -280,22 +280,22 @@ class Sampler:
         return self._grammar_states.append(items, results)
 
     def is_greedy(self, items: Iterable[ScheduledSequence]) -> bool:
-        """Say whether all items are sampled greedily, without any other option."""
+        """Return whether all items are sampled greedily, without any other option."""
         special = self._special
         return not any(item.num_samples > 1 or item.seq_id in special for item in items)
 
     def measures_prompts(self, items: Iterable[ScheduledSequence]) -> bool:
-        """Say whether an item has prompt targets."""
+        """Return whether an item has prompt targets."""
         measured = self._with_prompt
         return bool(measured) and any(
             item.seq_id in measured and item.start + 1 < len(measured[item.seq_id].prompt_ids) for item in items
         )
 
     def prompt_targets(self, item: ScheduledSequence) -> tuple[tuple[int, ...], int]:
-        """Return the prompt tokens that the item's first hidden states predict, where the request wants them measured.
+        """Return the prompt tokens that the item's first hidden states predict, if the request wants them measured.
 
         Returns:
-            The prompt's tokens at `[start + 1, min(start + len + 1, num_prompt))`, or none; and how many of the
+            The prompt's tokens at `[start + 1, min(start + len + 1, num_prompt))`, or none; and the number of
             likeliest tokens to list with each.
         """
         state = self.states[item.seq_id]

@@ -68,7 +68,7 @@ def draw(
     Filters apply in the order temperature, top_n_sigma, typical_p, min_p, top_k, top_p; each is applied to the tokens
     that the previous one kept.
 
-    Source: top_p is nucleus sampling, arXiv 1904.09751; min_p is of arXiv 2407.01082.
+    Source: top_p is nucleus sampling, arXiv 1904.09751; min_p is from arXiv 2407.01082.
     """
     temperature = logits.new_tensor([f.temperature for f in filters]).clamp_(min=torch.finfo(torch.float32).tiny)
     # The maximum is subtracted before the division: the greatest quotient is 0, so none overflows.
@@ -88,7 +88,7 @@ def draw(
 
 
 def _weights(logits: torch.Tensor, is_sparse: bool) -> torch.Tensor:
-    """Return the exponentials of logits whose maximum is 0, in place; those below 1e-37 may be 0."""
+    """Return the exponentials of logits whose maximum is 0, in place; values below 1e-37 may be 0."""
     if not is_sparse:
         return logits.exp_()
     # Results that underflow make the CPU libraries' `exp` several times slower.
@@ -141,7 +141,7 @@ def _draw_filtered(
         if by_mass.any():
             mass[by_mass] = _mass(logits[rows[by_mass]], min_p[by_mass])
             is_settled |= by_mass & (reached[:, -1] >= top_p * mass)
-        # A token is kept if the mass of those before it is less than top_p; so the likeliest always is.
+        # A token is kept if the mass of the tokens before it is less than top_p; so the likeliest always is.
         last = torch.searchsorted(reached, (top_p * mass)[:, None])
         weights.masked_fill_(ranks > last, 0.0)
         chosen = ids.gather(1, invert_cdf(weights, points[rows]))

@@ -11,7 +11,7 @@ import torch
 
 
 class TokenCounts(NamedTuple):
-    """Distinct tokens of a sequence (U of them) and how often each occurs.
+    """Distinct tokens of a sequence (U of them) and their numbers of occurrences.
 
     Args:
         ids: token ids, int64 [U].
@@ -25,7 +25,7 @@ class TokenCounts(NamedTuple):
 
 
 class TokenHistory:
-    """A sequence's tokens and their counts, which are brought up to date by differences when they are asked for.
+    """A sequence's tokens, and their counts, which are updated incrementally when they are read.
 
     ```
      tokens   |<-- counted -->|<-- not yet -->|
@@ -46,7 +46,7 @@ class TokenHistory:
         self._num_counted = len(self._token_ids)
 
     def sync(self, start: int, token_ids: Sequence[int], *, is_end: bool) -> None:
-        """Make the tokens at `[start, start + len)` those given, and drop what a roll back has made untrue."""
+        """Set the tokens at `[start, start + len)`; drop later ones, as rolled back, if a token changes or `is_end`."""
         known = self._token_ids
         assert start <= len(known), f"tokens [{len(known)}, {start}) were never named"
         end = start + len(token_ids)
@@ -63,7 +63,7 @@ class TokenHistory:
     def add_drawn(self, position: int, token_id: int) -> None:
         """Add a token that was drawn for a position, before a step names it.
 
-        Nothing is added where the tokens before it are not known: drawing one of them has failed, and so the sequence.
+        Nothing is added if the tokens before it are not known: a draw has failed, and with it the sequence.
         """
         if position == len(self._token_ids):
             self._token_ids.append(token_id)

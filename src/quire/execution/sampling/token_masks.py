@@ -1,4 +1,4 @@
-"""Masks of the tokens that a request may be given: allowed tokens, suppressed end tokens, bad words; and bias."""
+"""Masks of the tokens that a request may get: allowed tokens, suppressed end tokens, bad words; and bias."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _Node = dict[int | None, Any]
 
 
 class BadWords:
-    """Token sequences that must not come about in an output.
+    """Token sequences that must not occur in an output.
 
-    All tokens of a word but the last are in a tree, the latest first, so a look at an output ends with the first token
-    that no word has there.
+    All tokens of a word but the last are in a tree, in reverse order, so a lookup from the end of an output stops at
+    the first token that no word has there.
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
@@ -59,7 +59,7 @@ def bad_words_of(words: tuple[tuple[int, ...], ...]) -> BadWords:
 
 
 def keep_only(logits: torch.Tensor, entries: Sequence[RowIds]) -> None:
-    """Forbid all tokens of the named rows of logits [R, V] but those given."""
+    """Forbid all tokens of the named rows of logits [R, V] except the listed ones."""
     for row, ids in entries:
         kept = logits[row, ids]
         logits[row].fill_(-torch.inf)

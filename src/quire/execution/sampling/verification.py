@@ -59,7 +59,7 @@ def verify(
 
 
 def _learn_draft(item: ScheduledSequence, state: SamplingState, draft_idx: int, drawn: SampledRow) -> bool:
-    """Say whether the item's `draft_idx`-th draft, from 1 on, was sampled; if so, add it to the sequence's history."""
+    """Return whether the item's `draft_idx`-th draft, from 1 on, was sampled; if so, add it to the token history."""
     offset = len(item.token_ids) - item.num_draft + draft_idx - 1
     draft = item.token_ids[offset : offset + 1]
     if drawn.token_ids != tuple(draft):
@@ -73,7 +73,7 @@ def run_result(item: ScheduledSequence, rows: Sequence[ItemResult]) -> ItemResul
     """Return the result of an item, up to the first error."""
     if rows[0].error is not None or not item.num_draft:
         return rows[0]
-    # An error of a later row is left to the next step, which meets it again; tokens accepted before it are kept.
+    # An error of a later row recurs in the next step and is reported then; tokens accepted before it are kept.
     sound = next((row_idx for row_idx, drawn in enumerate(rows) if drawn.error is not None), len(rows))
     run = run_of(item, [drawn.token_ids[0] for drawn in rows[:sound]])
     logprobs = tuple(drawn.logprobs[0] for drawn in rows[: len(run)] if drawn.logprobs)

@@ -24,13 +24,13 @@ class AdapterRows:
                 self.by_sequence[item.seq_id] = item.new_sequence.adapter
 
     def rows_of_decodes(self, items: Sequence[ScheduledSequence]) -> LoraRows | None:
-        """Return the rows with an adapter, for items of one token each; None where no row has one."""
+        """Return the rows with an adapter, for items of one token each; None if no row has one."""
         return LoraRows.of(self._slots(items), [1] * len(items))
 
     def rows(
         self, items: Sequence[ScheduledSequence], output_counts: Sequence[int] | None
     ) -> tuple[LoraRows, LoraRows | None] | None:
-        """Return the rows with an adapter, among all rows and among output rows; None where no row has one."""
+        """Return the rows with an adapter, among all rows and among output rows; None if no row has one."""
         slots = self._slots(items)
         of_all = LoraRows.of(slots, [len(item.token_ids) for item in items])
         if of_all is None:

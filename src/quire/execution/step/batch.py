@@ -69,7 +69,7 @@ class TokenSource(Protocol):
         Args:
             input_ids: int64 [T] on the device, changed.
             items: items of the step, all or some.
-            rows: first row of each of them, at least one for each.
+            rows: first row of each of them; further entries are not read.
         """
 
 
@@ -127,7 +127,7 @@ class BatchBuilder:
 
         Args:
             items: items of open sequences, whose tables hold slots for all their tokens; without items the batch is
-            empty.
+                empty.
             groups_of: indices of the cache groups that the batch is for; None for all.
         """
         batch = self._lay_out(items, groups_of)
@@ -142,7 +142,7 @@ class BatchBuilder:
         input_ids = self._placed(chain.from_iterable([item.token_ids for item in items]))
         starts = [item.start for item in items]
         context_lens = list(map(add, starts, counts))
-        # Where every item is a decode (one row), plain loops are as fast as the compiled kernels.
+        # If every item is a decode (one row), plain loops are as fast as the compiled kernels.
         kernels = layout_kernels() if row_starts[-1] > len(items) else None
         layout = None if kernels is None else RowLayout(starts, context_lens, kernels)
         groups: list[AttentionBatch | StateBatch] = []
@@ -163,12 +163,12 @@ class BatchBuilder:
         """Lay out the last tokens of items only, as a subset of the rows of the items' batch.
 
         Args:
-            items: items that `lay_out` was given.
+            items: items of the batch, as for `lay_out`.
             counts: number of last tokens of each item.
             groups_of: see `lay_out`.
 
         Returns:
-            None where these are all tokens of the batch.
+            The rows; None if these are all tokens of the batch.
         """
         rows = end_rows(items, counts)
         if len(rows) == sum(len(item.token_ids) for item in items):

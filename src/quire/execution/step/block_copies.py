@@ -49,7 +49,7 @@ class BlockCopier:
 
         On a GPU the copies are queued on the stream of the kernels, so that they are ordered with kernels too, and the
         host does not wait. Only a copy within the host, or between host and disk, is made by the CPU, after the queued
-        copies from and to the host are done: those of earlier steps usually are. A GPU block that goes to disk is
+        copies from and to the host are done: copies of earlier steps usually are. A GPU block that goes to disk is
         copied to the host on the stream, and written to disk once that copy is done.
         """
         for copy in copies:
@@ -109,7 +109,7 @@ class BlockCopier:
 
 
 def bytes_to_save(row: Tensor, tier: Tier) -> Tensor | Callable[[], ArrivingBytes]:
-    """Return the source to save a block from: on a GPU a function that queues a copy; else its row, for the moment."""
+    """Return the source to save a block from: on a GPU a function that queues a copy, else the row itself."""
     return partial(HostCopy, row) if tier is Tier.DEVICE and row.is_cuda else row
 
 

@@ -8,7 +8,7 @@ from quire.errors import DeviceFailed, WorkerError
 
 
 def require_device() -> None:
-    """Ask the GPU, if this process uses one, for an error that it has found; without a wait for its work."""
+    """Raise the error of the GPU, if this process uses one and it has failed, without a wait for its work."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().query()
 

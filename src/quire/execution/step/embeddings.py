@@ -1,4 +1,4 @@
-"""Multimodal embeddings of open sequences, which replace those of their tokens."""
+"""Multimodal embeddings of open sequences, which replace the embeddings of their tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MultimodalEmbeddings:
         self.by_sequence: dict[int, tuple[Media, ...]] = {}
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """Forget the closed sequences, and meet those opened that have media."""
+        """Drop the finished sequences, and add new ones that have media."""
         for seq_id in plan.finished_ids:
             self.by_sequence.pop(seq_id, None)
         for item in plan.items:
@@ -28,7 +28,7 @@ class MultimodalEmbeddings:
                 self.by_sequence[item.seq_id] = item.new_sequence.media
 
     def rows(self, items: Sequence[ScheduledSequence], row_starts: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Return which rows of a step have embeddings of their own, int64 [M], and those [M, E]; None without any."""
+        """Return the rows of a step with multimodal embeddings, int64 [M], and these [M, E]; None without any."""
         rows: list[Tensor] = []
         parts: list[Tensor] = []
         for item, row_start in zip(items, row_starts, strict=False):

@@ -38,7 +38,7 @@ def pinned_bytes(num_bytes: int) -> Tensor:
     error = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if error:
         logger.warning("%d bytes of the host cannot be registered (CUDA error %d): torch pins them", num_bytes, error)
-        with suppress(RuntimeError):  # CUDA keeps the error for the next launch, which would be that of a step
+        with suppress(RuntimeError):  # CUDA reports the error again at the next launch: here, not in a step
             torch.ones(1, device="cuda")
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     # Not at exit: the end of the process unpins all memory.
@@ -55,7 +55,7 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         self._tensor = tensor
         if tensor.is_cuda:
-            # Queued now: a copy queued at the time of reading would be behind the kernels of the next step.
+            # Queued now: a copy queued at the time of reading would wait for the kernels of the next step.
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ BAD_HIDDEN = "the model gave a result that is not of finite numbers"
 
 
 class Pooler:
-    """Computes the results of pooled sequences, and knows which of the open sequences are pooled."""
+    """Computes the results of pooled sequences; `by_sequence` has the open ones."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -25,7 +25,7 @@ class Pooler:
         self._sums: dict[int, tuple[Tensor, int]] = {}
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """Forget the closed sequences, and meet those opened that are pooled."""
+        """Drop the finished sequences, and add new ones that are pooled."""
         for seq_id in plan.finished_ids:
             self.by_sequence.pop(seq_id, None)
             self._sums.pop(seq_id, None)
@@ -34,7 +34,7 @@ class Pooler:
                 self.by_sequence[item.seq_id] = item.new_sequence.pooling
 
     def reads_all(self, items: Sequence[ScheduledSequence]) -> bool:
-        """Return whether the hidden states of all rows are needed: an item takes the mean of its prompt's."""
+        """Return whether the hidden states of all rows are needed, for an item that takes the mean over its prompt."""
         known = self.by_sequence
         return any(item.seq_id in known and known[item.seq_id].kind == "mean" for item in items)
 
@@ -44,7 +44,7 @@ class Pooler:
         Args:
             items: items of the step.
             row_starts: S + 1 numbers; item `s` owns rows `[row_starts[s], row_starts[s + 1])`.
-            hidden: hidden states before the last norm; [T, E] where an item takes a mean, else of any rows.
+            hidden: hidden states before the last norm; [T, E] if an item takes a mean, else of any rows.
         """
         for item, (start, end) in zip(items, pairwise(row_starts), strict=True):
             pooling = self.by_sequence.get(item.seq_id)
@@ -57,7 +57,7 @@ class Pooler:
     def take(
         self, items: Sequence[ScheduledSequence], hidden: Tensor
     ) -> tuple[list[ScheduledSequence], Tensor, dict[int, ItemResult]]:
-        """Compute the results of the pooled ones among the items whose last rows are read."""
+        """Compute the results of pooled items; return the other items, their hidden states, and the results by id."""
         known, others = self.by_sequence, [item for item in items if item.seq_id not in self.by_sequence]
         if len(others) == len(items):
             return others, hidden, {}
@@ -83,7 +83,7 @@ class Pooler:
 
 
 def pooled_result(seq_id: int, values: Sequence[float]) -> ItemResult:
-    """Return the result of a pooled sequence, an error where a value is not finite."""
+    """Return the result of a pooled sequence; an error if a value is not finite."""
     if all(map(isfinite, values)):
         return ItemResult(seq_id, (), pooled=tuple(values))
     return ItemResult(seq_id, (), error=BAD_HIDDEN)

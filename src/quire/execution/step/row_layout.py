@@ -53,7 +53,7 @@ class RowLayout:
 
 @cache
 def layout_kernels() -> RowLayoutKernels | None:
-    """Return the compiled code; None where Quire was installed without any."""
+    """Return the compiled code; None if Quire was installed without any."""
     library = find_library()
     return None if isinstance(library, str) else library.row_layout
 

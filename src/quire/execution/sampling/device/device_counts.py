@@ -51,7 +51,7 @@ class DeviceCounts:
     """Token counts, one table row per sequence.
 
     A step adds the token that it computes for a sequence, on the device if the host has not read it. The host keeps the
-    number of counted tokens; if a step does not continue from there, the tokens are counted anew.
+    number of counted tokens; if a step does not continue from there, the tokens are counted again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class DeviceCounts:
         logits[penalties.rows] = values
 
     def _take(self, seq_id: int, vocab_size: int) -> int:
-        """Return the slot of a sequence; a new one where it has none."""
+        """Return the slot of a sequence; a new one if it has none."""
         slot = self._slots.get(seq_id)
         if slot is not None:
             return slot
@@ -119,7 +119,7 @@ class DeviceCounts:
         return slot
 
     def _fill(self, slot: int, history: TokenHistory) -> None:
-        """Count the tokens of a sequence anew."""
+        """Count all tokens of a sequence again."""
         known, seen, known_output = history.counts()
         ids, output, is_prompt = placed(torch.stack((known, known_output, seen > known_output)), self._device)
         self._output[slot] = 0

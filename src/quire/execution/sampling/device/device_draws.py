@@ -1,6 +1,6 @@
-"""Sampling without synchronisation: the tokens of `quire.execution.sampling.sampling`, by torch operators with fixed
-shapes, which can be queued on a GPU whatever the values are. It is the reference implementation for backends with
-sampling kernels.
+"""Sampling without synchronisation: the same tokens as `quire.execution.sampling.sampling`, by torch operators whose
+shapes do not depend on values, so that they can be queued on a GPU. It is the reference implementation for backends
+with sampling kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST, _SECOND, _STEP = (
 
 
 def uniform_numbers(seeds: Tensor, sample_idxs: Tensor, positions: Tensor) -> Tensor:
-    """Return uniform numbers in [0, 1), float64 [R]: those of `sampling.uniform`, bit for bit."""
+    """Return uniform numbers in [0, 1), float64 [R]: the same as `sampling.uniform`, bit for bit."""
     value = _mixed(seeds)
     value = _mixed(value ^ sample_idxs)
     value = _mixed(value ^ positions)
@@ -78,7 +78,7 @@ def draw_filtered(logits: Tensor, filters: RowFilters, points: Tensor, width: in
     is_dropped = (weights < filters.min_p[:, None]) | (ranks >= filters.top_k[:, None])
     weights = weights.masked_fill(is_dropped, 0.0)
     reached = weights.cumsum(-1, dtype=torch.float64)
-    # A token is kept if the mass of those before it is less than top_p; so the likeliest always is.
+    # A token is kept if the mass of the tokens before it is less than top_p; so the likeliest always is.
     last = torch.searchsorted(reached, filters.top_p[:, None] * reached[:, -1:])
     weights = weights.masked_fill(ranks > last, 0.0)
     return ids.gather(1, invert_cdf(weights, points[:, None]))[:, 0]
@@ -88,7 +88,7 @@ class TorchDraws:
     """Implements `quire.ops.interface.token_draws.DrawsTokens` by torch operators."""
 
     def check_logits(self, logits: Tensor) -> Tensor:
-        """Return which rows can be sampled from."""
+        """Return the status of each row: whether it can be sampled from."""
         return _mark(logits, None)
 
     def draw_tokens(
@@ -103,7 +103,7 @@ class TorchDraws:
 
 
 def _mark(logits: Tensor, status: Tensor | None) -> Tensor:
-    """Return the states of rows, int64 [R], and zero the logits of those that cannot be sampled from."""
+    """Return the states of rows, int64 [R], and zero the logits of rows that cannot be sampled from."""
     greatest = logits.amax(-1)
     is_wrong = ~greatest.isfinite()
     logits.masked_fill_(is_wrong[:, None], 0.0)

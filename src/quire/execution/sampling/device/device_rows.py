@@ -24,7 +24,7 @@ from quire.sequences.params import SamplingParams
 
 # Getters for `map`, without a Python call per item.
 SEQ_ID: Final = attrgetter("seq_id")
-# Maximum number of cached sets of rows: all items of a step, and those of them that are drawn on the device.
+# Maximum number of cached sets of rows: all items of a step, and the items that are drawn on the device.
 _MOST_KNOWN: Final = 4
 
 
@@ -34,7 +34,7 @@ class DrawnRows(NamedTuple):
     Args:
         items: items of the rows.
         found: tokens and states of the rows, [2, R]; see `DrawsTokens`.
-        errors: error of each row with a grammar, by row; None where it did not fail.
+        errors: error of each row with a grammar, by row; None if it did not fail.
         measured: rows with log probabilities, each with its number of top tokens.
         measures: their log probabilities, see `DeviceRows._measure`; None without such rows.
     """
@@ -47,14 +47,14 @@ class DrawnRows(NamedTuple):
 
 
 class DeviceRows:
-    """Draws rows on the device, as the host would draw them.
+    """Samples rows on the device: the same tokens as on the host.
 
     Args:
         states: sampling states of the open sequences, by sequence id.
         device: device of the logits.
         keep: applies the masks of grammars.
         draws: the backend's sampling kernels, or torch's operators.
-        deferred: tokens that are not read yet; None where the host has read all tokens when a step begins.
+        deferred: tokens that are not read yet; None if the host has read all tokens when a step begins.
     """
 
     def __init__(

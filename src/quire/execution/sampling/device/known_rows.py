@@ -38,11 +38,11 @@ class KnownRows(NamedTuple):
 
     Args:
         states: sampling states of the sequences.
-        parameters: their parameters; None where all rows are plain greedy.
+        parameters: their parameters; None if all rows are plain greedy.
         constrained: rows with grammars.
         penalties: rows with penalties; None if there are none.
         measured: rows with log probabilities, each with its number of top tokens.
-        measured_ids: those rows on the device, int64 [n]; None if there are none.
+        measured_ids: the measured rows on the device, int64 [n]; None if there are none.
     """
 
     states: Sequence[SamplingState]
