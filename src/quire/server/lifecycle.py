@@ -101,8 +101,8 @@ def _read_tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | 
     if form is None:
         logger.warning("Tool calls: the chat template does not show the format; --tool-call-parser can set it")
     else:
-        found = "as the chat template shows" if wanted == "auto" else "as --tool-call-parser says"
-        logger.info("Tool calls: read in the format %s, %s", form.name, found)
+        source = "as the chat template shows" if wanted == "auto" else "as --tool-call-parser says"
+        logger.info("Tool calls: read in the format %s, %s", form.name, source)
     return form
 
 
@@ -111,8 +111,8 @@ def _read_reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: fro
     model = ReasoningModel.find(wanted, tokenizer, end_token_ids)
     if model is None:
         return None
-    found = "as the chat template shows" if wanted == "auto" else "as --reasoning-parser says"
-    logger.info("Reasoning: read in the format %s, %s", model.form.name, found)
+    source = "as the chat template shows" if wanted == "auto" else "as --reasoning-parser says"
+    logger.info("Reasoning: read in the format %s, %s", model.form.name, source)
     if model.tokens is None:
         logger.warning("Reasoning: its markers are no tokens of the model, so grammars and budgets cannot follow it")
     return model

@@ -121,9 +121,9 @@ class ServerConfig:
         _within("drain_timeout_s", self.drain_timeout_s, 0, 86400)
         _within("ping_interval_s", self.ping_interval_s, 0.001, 86400)
         _within("log_interval_s", self.log_interval_s, 0, 86400)
-        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        for name, parsers in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             try:
-                object.__setattr__(self, name, find_parser(name, getattr(self, name), known))
+                object.__setattr__(self, name, find_parser(name, getattr(self, name), parsers))
             except InvalidParameter as error:
                 raise ConfigError(str(error), field=name) from None
         for name in ("api_key", "operator_key"):

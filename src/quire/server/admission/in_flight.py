@@ -104,5 +104,5 @@ class RequestsInFlight:
     def first_token_times(self, tenant: str | None) -> list[float]:
         """Return the seconds to the first token of a tenant's running and ended requests; None for all tenants."""
         times = [(row.tenant, row.first_token_s) for row in self.ended()]
-        times += [(each.tenant, first_s) for each in self if (first_s := each.first_token_s) is not None]
+        times += [(request.tenant, first_s) for request in self if (first_s := request.first_token_s) is not None]
         return [first_s for owner, first_s in times if tenant in (None, owner)]

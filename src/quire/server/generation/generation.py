@@ -336,14 +336,14 @@ async def _events(
         async with aclosing(batches):
             async for batch in batches:
                 unfinished.difference_update(idx for idx, delta in batch if delta.finished)
-                piece, rest = first_piece(events(batch) if batch else [form.ping])
-                if not unfinished and rest is None:
+                piece, remaining = first_piece(events(batch) if batch else [form.ping])
+                if not unfinished and remaining is None:
                     last += piece
                 elif piece:
                     yield piece
                     has_begun = True
-                if rest is not None:
-                    async with aclosing(further_pieces(rest, state.writing)) as pieces:
+                if remaining is not None:
+                    async with aclosing(further_pieces(remaining, state.writing)) as pieces:
                         async for piece in pieces:
                             if tracked.merger.has_client_left:
                                 return

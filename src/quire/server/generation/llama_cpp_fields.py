@@ -93,12 +93,12 @@ def translate(
 ) -> tuple[Fields, Callable[[str], str]]:
     """Return a body with this server's names of fields, and a function from these to the client's."""
     check_window(fields)
-    given = [name for name in aliases if fields.get(name) is not None]
-    if not given:
+    used_aliases = [name for name in aliases if fields.get(name) is not None]
+    if not used_aliases:
         return fields, lambda name: name
     values: dict[str, Any] = fields.as_dict()
     names: dict[str, str] = {}
-    for theirs in given:
+    for theirs in used_aliases:
         ours, value = aliases[theirs], values.pop(theirs)
         if values.get(ours) is not None:
             raise InvalidParameter(theirs, value, f"absent together with {names.get(ours, ours)}")

@@ -111,8 +111,8 @@ def completion_logprobs(
 
     return CompletionLogprobs(
         tokens=JsonArray(map(names.name, token_ids)),
-        token_logprobs=JsonArray(None if known is None else clamp(known.logprob) for known in measured()),
-        top_logprobs=JsonArray(None if known is None else _top_by_name(known, num_top, names) for known in measured()),
+        token_logprobs=JsonArray(None if entry is None else clamp(entry.logprob) for entry in measured()),
+        top_logprobs=JsonArray(None if entry is None else _top_by_name(entry, num_top, names) for entry in measured()),
         text_offset=JsonArray(offsets),
     )
 
@@ -135,10 +135,10 @@ def prompt_logprobs_json(positions: PromptLogprobs | None, num_top: int, names: 
     """Return vLLM's `prompt_logprobs`: a map by token id for each prompt token, None for the first one."""
 
     def row(position: TokenLogprobs) -> dict[str, dict[str, Any]]:
-        own = position.rank, position.token_id, position.logprob
+        prompt_token = position.rank, position.token_id, position.logprob
         return {
             str(token_id): {"logprob": clamp(logprob), "rank": rank, "decoded_token": names.name(token_id)}
-            for rank, token_id, logprob in (own, *_likeliest(position, num_top))
+            for rank, token_id, logprob in (prompt_token, *_likeliest(position, num_top))
         }
 
     measured = () if positions is None else positions.measured()

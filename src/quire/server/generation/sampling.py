@@ -115,20 +115,20 @@ def read_options(fields: Fields, config: ResolvedConfig) -> Options:
 
 
 def read_sampling(
-    fields: Fields, defaults: Mapping[str, Any], own: Mapping[str, Any], field_aliases: Mapping[str, str]
+    fields: Fields, defaults: Mapping[str, Any], overrides: Mapping[str, Any], field_aliases: Mapping[str, str]
 ) -> SamplingParams:
     """Build the sampling parameters of a request."""
     requested = {name: value for name in SAMPLING_FIELDS if (value := fields.get(name)) is not None}
     if "beam_width" in field_aliases:
         requested["beam_width"] = requested.pop("best_of", requested.get("n", 1))
-    given: dict[str, Any] = {**defaults, **(NO_CHOICE if "beam_width" in requested else {}), **requested}
-    if isinstance(given.get("logit_bias"), dict):
-        given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
-    given.update(own)
+    values: dict[str, Any] = {**defaults, **(NO_CHOICE if "beam_width" in requested else {}), **requested}
+    if isinstance(values.get("logit_bias"), dict):
+        values["logit_bias"] = {_token_id(key): bias for key, bias in values["logit_bias"].items()}
+    values.update(overrides)
     if (hand_over := fields.get("kv_transfer_params")) is not None:
-        given["extra_args"] = {"kv_transfer_params": hand_over}
+        values["extra_args"] = {"kv_transfer_params": hand_over}
     try:
-        params = SamplingParams(**given)
+        params = SamplingParams(**values)
     except InvalidParameter as error:
         raise InvalidParameter(
             field_aliases.get(error.field or "", error.field or ""), error.value, error.allowed

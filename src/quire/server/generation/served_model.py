@@ -18,7 +18,7 @@ def choose_model(state: ServerState, request: Request, name: str) -> None:
     """Select the model or the adapter of a name for a request."""
     if name == state.llm.model_name or name in state.aliases:
         return
-    adapters = [each.name for each in state.llm.adapters.loaded]
+    adapters = [adapter.name for adapter in state.llm.adapters.loaded]
     if name not in adapters:
         shown = ", ".join(map(repr, (state.llm.model_name, *adapters[:8]))) + (", ..." if len(adapters) > 8 else "")
         raise ApiError(

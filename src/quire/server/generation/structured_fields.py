@@ -35,8 +35,8 @@ CLOSED = {"disable_additional_properties": True}
 
 def read_structured(fields: Fields) -> tuple[StructuredOutputs | None, dict[str, str]]:
     """Read the structure that the output must have."""
-    given = [(name, _read(fields, name)) for name in STRUCTURED_FIELDS if fields.get(name) is not None]
-    requested = [(name, read) for name, read in given if read is not None]
+    structures = [(name, _read(fields, name)) for name in STRUCTURED_FIELDS if fields.get(name) is not None]
+    requested = [(name, read) for name, read in structures if read is not None]
     if not requested:
         return None, {}
     if len(requested) > 1:
@@ -98,7 +98,7 @@ def _response_format(fields: Fields) -> tuple[dict[str, Any], dict[str, str]] | 
 
 
 def _own(fields: Fields) -> dict[str, Any]:
-    own = fields.object("structured_outputs")
-    assert own is not None
-    own.log_unknown(OWN_FIELDS)
-    return {name: own.get(name) for name in OWN_FIELDS if own.get(name) is not None}
+    options = fields.object("structured_outputs")
+    assert options is not None
+    options.log_unknown(OWN_FIELDS)
+    return {name: options.get(name) for name in OWN_FIELDS if options.get(name) is not None}

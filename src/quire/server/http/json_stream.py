@@ -48,9 +48,9 @@ class JsonWriter:
             yield text
             return
         arrays, self._arrays = self._arrays, []
-        begin, *rest = text.split(f'"{PLACEHOLDER}"')
+        begin, *sections = text.split(f'"{PLACEHOLDER}"')
         yield begin
-        for array, after in zip(arrays, rest, strict=True):
+        for array, after in zip(arrays, sections, strict=True):
             separator = "["
             for item in array.items:
                 yield separator
@@ -74,11 +74,11 @@ async def paced(parts: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[byt
         turns: lock that is held for each piece after the first, so that all long texts together take half of the event
             loop's time, and block it no longer than one text does.
     """
-    piece, rest = first_piece(parts)
+    piece, remaining = first_piece(parts)
     if piece:
         yield piece
-    if rest is not None:
-        async with aclosing(further_pieces(rest, turns)) as pieces:
+    if remaining is not None:
+        async with aclosing(further_pieces(remaining, turns)) as pieces:
             async for piece in pieces:
                 yield piece
 

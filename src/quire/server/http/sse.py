@@ -63,12 +63,12 @@ class EventStream:
     def __init__(
         self,
         first: bytes,
-        rest: AsyncGenerator[bytes, None],
+        pieces: AsyncGenerator[bytes, None],
         media_type: str = EVENTS,
         direct: DirectEvents | None = None,
     ) -> None:
         self._first = first
-        self._rest = rest
+        self._pieces = pieces
         self._direct = direct
         self._headers = [
             (b"content-type", media_type.encode()),
@@ -79,12 +79,12 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         """Send the response."""
-        async with aclosing(self._rest) as rest:
+        async with aclosing(self._pieces) as pieces:
             send_body: Send = scope.get(DIRECT_SEND, send)
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             await send_body({"type": "http.response.body", "body": self._first, "more_body": True})
             if self._direct is not None and DIRECT_SEND in scope:
                 self._direct.writer = scope.get(BODY_WRITER)
-            async for events in rest:
+            async for events in pieces:
                 await send_body({"type": "http.response.body", "body": events, "more_body": True})
             await send_body({"type": "http.response.body", "body": b"", "more_body": False})

@@ -78,9 +78,9 @@ class CountingTransport:
         self._transport.abort()
 
     def _flush(self) -> None:
-        held, self._held, self._num_held = self._held, [], 0
-        if held:
-            self.write_now(b"".join(held))
+        chunks, self._held, self._num_held = self._held, [], 0
+        if chunks:
+            self.write_now(b"".join(chunks))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

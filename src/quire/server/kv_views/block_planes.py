@@ -85,14 +85,14 @@ class Planes(NamedTuple):
 
     def recent(self, scan: BlockScan, visible: set[int] | None) -> dict[str, list[int]]:
         """Return the visible cells that were copied, merged and evicted since the previous scan."""
-        found: dict[str, list[int]] = {"copied": [], "merged": [], "evicted": []}
+        cells_by_event: dict[str, list[int]] = {"copied": [], "merged": [], "evicted": []}
         start = 0
         for pool in scan.pools:
-            for name, cells in found.items():
+            for name, cells in cells_by_event.items():
                 changed = [start + block_id for block_id in getattr(pool.recent, name, ())]
                 cells += [cell for cell in changed if visible is None or self.owners[cell] in visible]
             start += len(pool.holders)
-        return found
+        return cells_by_event
 
 
 def _states_of(pool: PoolBlocks, before: tuple[PoolBlocks, bytes] | None) -> bytes:

@@ -36,8 +36,8 @@ class ServerViews:
             if not 0 < block_id < sizes[pool_idx]:
                 raise InvalidParameter("block", block_id, f"from 1 to {sizes[pool_idx] - 1}")
             viewer = read_namespace(engine.cache_name, None, tenant)
-            found = describe_block(engine.scheduler, pool_idx, block_id, viewer)
-            return {**found, "unchanged_s": self.block_map.unchanged_s(sum(sizes[:pool_idx]) + block_id)}
+            block = describe_block(engine.scheduler, pool_idx, block_id, viewer)
+            return {**block, "unchanged_s": self.block_map.unchanged_s(sum(sizes[:pool_idx]) + block_id)}
 
         return await self._llm.inspect(look)
 
@@ -47,9 +47,9 @@ class ServerViews:
         def look(engine: Engine) -> dict[str, Any] | None:
             from quire.engine.kv.block_map import describe_request, number_of
 
-            for each in engine.scheduler.requests.values():
-                if number_of(each) == number and tenant in (None, each.namespace.tenant):
-                    return describe_request(engine.scheduler, each)
+            for request in engine.scheduler.requests.values():
+                if number_of(request) == number and tenant in (None, request.namespace.tenant):
+                    return describe_request(engine.scheduler, request)
             return None
 
         return await self._llm.inspect(look)

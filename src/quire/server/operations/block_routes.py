@@ -50,22 +50,22 @@ async def show_block(state: ServerState, request: Request) -> Response:
     """Answer `GET /kv/block?pool=N&block=N`: state, holders and tokens of a block."""
     tenant = _viewer(state, request)
     pool_idx, block_id = (_number(request, name) for name in ("pool", "block"))
-    found = await state.views.describe_block(pool_idx, block_id, tenant)
-    token_ids, tokenizer = found["token_ids"], state.llm.tokenizer
+    block = await state.views.describe_block(pool_idx, block_id, tenant)
+    token_ids, tokenizer = block["token_ids"], state.llm.tokenizer
     text = None
     if token_ids is not None and tokenizer is not None:
         text = await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
-    return json_response({**found, "text": text})
+    return json_response({**block, "text": text})
 
 
 async def show_request(state: ServerState, request: Request) -> Response:
     """Answer `GET /kv/request?number=N`: the block tables of a request, and where and why its prefix hit ended."""
     tenant = _viewer(state, request)
     number = _number(request, "number")
-    found = await state.views.describe_request(number, tenant)
-    if found is None:
+    description = await state.views.describe_request(number, tenant)
+    if description is None:
         raise ApiError(404, f"there is no unfinished request of number {number}", code="not_found", param="number")
-    return json_response(found)
+    return json_response(description)
 
 
 async def show_tree(state: ServerState, request: Request) -> Response:

@@ -136,8 +136,8 @@ def _read_system(fields: Fields) -> list[dict[str, Any]]:
 
 def _read_messages(fields: Fields) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat; a message with results of tools becomes several."""
-    given = read_list(fields.get("messages"), "messages", "messages")
-    for idx, value in enumerate(given):
+    items = read_list(fields.get("messages"), "messages", "messages")
+    for idx, value in enumerate(items):
         message = read_object(value, f"messages[{idx}]")
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
@@ -146,13 +146,13 @@ def _read_messages(fields: Fields) -> Iterator[dict[str, Any]]:
         if isinstance(content, str):
             yield {"role": role, "content": content, **wish}
         elif isinstance(content, list):
-            for each in _read_blocks(content, message.name("content"), role):
-                yield {**each, **wish}
+            for converted in _read_blocks(content, message.name("content"), role):
+                yield {**converted, **wish}
         else:
             raise InvalidParameter(message.name("content"), content, "a string or a list of blocks")
     if role == "assistant":
         why = "an answer begins a new turn; use /v1/completions to continue a text"
-        raise UnsupportedFeature(f"messages[{len(given) - 1}].role", f"the last message is the assistant's: {why}")
+        raise UnsupportedFeature(f"messages[{len(items) - 1}].role", f"the last message is the assistant's: {why}")
 
 
 def _read_blocks(blocks: list[Any], name: str, role: str) -> Iterator[dict[str, Any]]:
@@ -268,8 +268,8 @@ class MessageReply:
                 content.append({"type": "text", "text": piece})
             elif isinstance(piece, Reasoning):
                 content.append({"type": "thinking", "thinking": piece.text, "signature": ""})
-            elif (given := arguments_object(piece.arguments)) is not None:
-                content.append(self._tool_use(piece) | {"input": given})
+            elif (arguments := arguments_object(piece.arguments)) is not None:
+                content.append(self._tool_use(piece) | {"input": arguments})
         return {**self._head, "content": content, **self._ending(sample), "usage": _usage(count)}
 
     def _piece(self, piece: Piece | Reasoning) -> Iterator[dict[str, Any]]:

@@ -123,7 +123,7 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
     field_aliases |= sampling.beam_width_alias(fields)
     wanted, names = structured_fields.read_structured(fields)
     field_aliases |= names
-    own: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "max_tokens": fields.get(length),
         "logprobs": extras.top_logprobs,
         "structured_outputs": wanted,
@@ -131,13 +131,13 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
     }
     if tool_use is not None:
         try:
-            calls = tool_use.sampling(wanted, own.get("thinking_token_budget"))
+            calls = tool_use.sampling(wanted, overrides.get("thinking_token_budget"))
         except InvalidParameter as error:
             raise renamed(error, names.get(error.field or "", error.field)) from error
-        calls["kept_special_ids"] += own.get("kept_special_ids", ())
-        own |= calls
+        calls["kept_special_ids"] += overrides.get("kept_special_ids", ())
+        overrides |= calls
         field_aliases["structured_outputs.grammar"] = "tools"
-    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, field_aliases)
+    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), overrides, field_aliases)
     definitions = () if tool_use is None else tool_use.definitions
     prompts = partial(_prompts, state, fields, definitions, params)
     explain = None

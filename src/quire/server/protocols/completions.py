@@ -113,16 +113,16 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
     # The engine must sample at least one token; an answer without output drops it.
     wanted, names = structured_fields.read_structured(fields)
     field_aliases = {**FIELD_ALIASES, **sampling.beam_width_alias(fields), **names}
-    own: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "max_tokens": max(max_tokens, 1),
         "logprobs": extras.logprobs,
         "structured_outputs": wanted,
     }
     if has_echo and extras.logprobs is not None:
-        own["prompt_logprobs"] = max(extras.logprobs, extras.prompt_logprobs or 0)
+        overrides["prompt_logprobs"] = max(extras.logprobs, extras.prompt_logprobs or 0)
         if extras.prompt_logprobs is None:
             field_aliases["prompt_logprobs"] = "logprobs"
-    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, field_aliases)
+    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), overrides, field_aliases)
     if len(prompts) * params.num_sequences > MAX_SEQUENCES:
         name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
         allowed = f"at most {MAX_SEQUENCES} divided by the number of prompts"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
 async def list_models(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /v1/models`."""
     names = (state.llm.model_name, *state.aliases)
-    adapters = [adapter_card(state, each) for each in state.llm.adapters.loaded]
+    adapters = [adapter_card(state, adapter) for adapter in state.llm.adapters.loaded]
     return json_response({"object": "list", "data": [*(_card(state, name) for name in names), *adapters]})
 
 
@@ -28,17 +28,17 @@ async def show_model(state: ServerState, request: Request) -> Response:
     """Answer `GET /v1/models/{id}`."""
     name = request.path_params["model_id"]
     choose_model(state, request, name)
-    adapter = next((each for each in state.llm.adapters.loaded if each.name == name), None)
+    adapter = next((candidate for candidate in state.llm.adapters.loaded if candidate.name == name), None)
     return json_response(_card(state, name) if adapter is None else adapter_card(state, adapter))
 
 
 async def read_fields(
-    state: ServerState, request: Request, unsupported: Mapping[str, Refusal], known: Collection[str]
+    state: ServerState, request: Request, unsupported: Mapping[str, Refusal], field_names: Collection[str]
 ) -> Fields:
     """Return the fields of a request for the served model or one of its adapters."""
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(unsupported)
-    fields.log_unknown(known)
+    fields.log_unknown(field_names)
     name = fields.text("model")
     if name is not None:
         choose_model(state, request, name)

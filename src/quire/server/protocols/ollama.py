@@ -104,19 +104,19 @@ async def chat(state: ServerState, request: Request) -> ASGIApp:
 async def generate(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /api/generate`: a prompt as a conversation of one message, or unchanged with `raw`."""
     fields = await _read(state, request)
-    prompt, is_raw, given = fields.text("prompt"), fields.flag("raw"), read_prompt(fields)
+    prompt, is_raw, values = fields.text("prompt"), fields.flag("raw"), read_prompt(fields)
     if not prompt:
         return _loaded(state, {"response": ""})
     reply = partial(TextLines, model_name(state, request))
     if is_raw:
-        if given["max_tokens"] is None:
-            given["max_tokens"] = state.llm.resolved.max_model_len
-        return await answer_chat(state, request, given, reply, _id(request), rename, _read_raw)
+        if values["max_tokens"] is None:
+            values["max_tokens"] = state.llm.resolved.max_model_len
+        return await answer_chat(state, request, values, reply, _id(request), rename, _read_raw)
     if state.llm.tokenizer is not None and state.llm.tokenizer.chat_template is None:
         why = "this model has no chat template: set raw to true, or start the server with --chat-template FILE"
         raise UnsupportedFeature("prompt", why)
     names = {"messages": "prompt"}
-    return await answer_chat(state, request, given, reply, _id(request), lambda name: rename(names.get(name, name)))
+    return await answer_chat(state, request, values, reply, _id(request), lambda name: rename(names.get(name, name)))
 
 
 def read_conversation(fields: Fields) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def read_prompt(fields: Fields) -> dict[str, Any]:
 
 async def tags(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /api/tags`."""
-    names = [state.llm.model_name, *[each.name for each in state.llm.adapters.loaded]]
+    names = [state.llm.model_name, *[adapter.name for adapter in state.llm.adapters.loaded]]
     shared = {"modified_at": _timestamp(state.created), "details": _details(state)}
     return json_response({"models": [{"name": name, "model": name, **shared} for name in names]})
 
@@ -190,12 +190,12 @@ async def _read(state: ServerState, request: Request) -> Fields:
 
 
 async def read_body(
-    state: ServerState, request: Request, unsupported: Mapping[str, Refusal], known: Collection[str]
+    state: ServerState, request: Request, unsupported: Mapping[str, Refusal], field_names: Collection[str]
 ) -> Fields:
     """Return the fields of a request for the served model, which `:latest` may follow; see `models.read_fields`."""
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(unsupported)
-    fields.log_unknown(known)
+    fields.log_unknown(field_names)
     name = fields.text("model") or fields.text("name")
     if name is not None:
         choose_model(state, request, name if name == state.llm.model_name else name.removesuffix(LATEST))
@@ -213,25 +213,25 @@ def rename(field: str) -> str:
 
 def read_chat_fields(fields: Fields) -> dict[str, Any]:
     """Convert the fields of both routes to the fields of a chat."""
-    given = {name: fields.get(name) for name in OWN_OPTIONS}
-    given["stream"] = fields.flag("stream", True)
+    values = {name: fields.get(name) for name in OWN_OPTIONS}
+    values["stream"] = fields.flag("stream", True)
     options = fields.object("options") or Fields({}, "options.")
     options.refuse(UNSUPPORTED_OPTIONS)
     check_window(options)
     options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS, WINDOW))
-    given |= {chat: _option(options, option) for option, chat in OPTIONS.items()}
-    given["max_tokens"] = _read_limit(options.name("num_predict"), given["max_tokens"])
+    values |= {chat: _option(options, option) for option, chat in OPTIONS.items()}
+    values["max_tokens"] = _read_limit(options.name("num_predict"), values["max_tokens"])
     form = fields.get("format")
     if form == "json":
-        given["response_format"] = {"type": "json_object"}
+        values["response_format"] = {"type": "json_object"}
     elif isinstance(form, dict):
-        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form}}
+        values["response_format"] = {"type": "json_schema", "json_schema": {"schema": form}}
     elif form not in (None, ""):
         raise InvalidParameter("format", form, '"json" or a JSON schema')
     think = fields.get("think")
     if think is not None and not any(think == one and type(think) is type(one) for one in THINKING):
         raise InvalidParameter("think", think, 'true, false, "high", "medium" or "low"')
-    return given | thinking_switch(None if think is None else bool(think))
+    return values | thinking_switch(None if think is None else bool(think))
 
 
 def _option(options: Fields, name: str) -> Any:
@@ -249,11 +249,11 @@ def _read_limit(field: str, value: object) -> int | None:
     return value if value >= 1 else None
 
 
-def _read_messages(given: object) -> Iterator[dict[str, Any]]:
+def _read_messages(items: object) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat; calls, and their results in the same order, get ids, which templates may need."""
     ids: list[str] = []
     num_calls = 0
-    for idx, value in enumerate(read_list(given, "messages", "messages")):
+    for idx, value in enumerate(read_list(items, "messages", "messages")):
         message = read_object(value, f"messages[{idx}]")
         message.refuse({"images": NO_IMAGES})
         role, calls = message.get("role"), message.get("tool_calls") or []
@@ -322,10 +322,10 @@ class ChatLines:
         if piece.name is not None:
             self._name, self._arguments = piece.name, []
         self._arguments.append(piece.arguments)
-        given = arguments_object("".join(self._arguments)) if piece.is_last else None
-        if given is None:
+        arguments = arguments_object("".join(self._arguments)) if piece.is_last else None
+        if arguments is None:
             return None
-        return {"id": self._parts.new_id(), "function": {"name": self._name, "arguments": given}}
+        return {"id": self._parts.new_id(), "function": {"name": self._name, "arguments": arguments}}
 
     def _body(self, pieces: Sequence[str | Reasoning | dict[str, Any]]) -> dict[str, Any]:
         message = {"role": "assistant", "content": _joined(pieces), **_thinking(pieces)}

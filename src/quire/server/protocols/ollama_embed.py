@@ -64,14 +64,14 @@ async def embed(state: ServerState, request: Request) -> ASGIApp:
     inputs: Sequence[Any] = []
     if fields.get("input") not in (None, "", []):
         inputs = read_prompts(fields.get("input"), max_prompts(state), "input")
-        if not all(isinstance(each, str) for each in inputs):
+        if not all(isinstance(item, str) for item in inputs):
             raise InvalidParameter("input", fields.get("input"), "a string or a list of strings")
     params = PoolingParams(
         fields.get("dimensions"), truncate_prompt_tokens=-1 if fields.flag("truncate", True) else None
     )
 
     def build(values: list[tuple[float, ...]], count: TokenCount) -> dict[str, Any]:
-        vectors = (embedding_of(each, params.dimensions, normalize=True) for each in values)
+        vectors = (embedding_of(hidden_state, params.dimensions, normalize=True) for hidden_state in values)
         return {
             "model": state.llm.model_name,
             "embeddings": JsonArray(vectors) if values else [],
@@ -113,8 +113,8 @@ async def _embed(
     options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS, WINDOW))
     prompts, pooling = config.with_prompt(inputs), Pooling(kind=config.kind)
     prepare = partial(state.llm.texts.prepare_pooled, prompts, pooling, params.truncate_prompt_tokens)
-    own = Fields({name: fields.get(name) for name in OWN_OPTIONS})
+    request_fields = Fields({name: fields.get(name) for name in OWN_OPTIONS})
     job = GenerationRequest(
-        len(prompts), prepare, NO_SAMPLING, read_options(own, state.llm.resolved), {"prompt": field}
+        len(prompts), prepare, NO_SAMPLING, read_options(request_fields, state.llm.resolved), {"prompt": field}
     )
     return await run(state, request, job, EmbeddingsReply(build), f"ollama-{request.scope[REQUEST_ID]}")

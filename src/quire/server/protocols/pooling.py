@@ -64,7 +64,7 @@ class PooledReply:
 async def embeddings(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/embeddings`: an embedding of each input."""
     fields = await read_fields(state, request, NEVER_IGNORED, EMBEDDING_FIELDS)
-    given = read_prompts(fields.get("input"), max_prompts(state), "input")
+    prompts = read_prompts(fields.get("input"), max_prompts(state), "input")
     encoding = fields.text("encoding_format") or "float"
     if encoding not in ENCODINGS:
         raise InvalidParameter("encoding_format", encoding, f"one of {', '.join(ENCODINGS)}")
@@ -74,14 +74,14 @@ async def embeddings(state: ServerState, request: Request) -> ASGIApp:
     is_normal = config.normalize if params.normalize is None else params.normalize
 
     def build(values: list[tuple[float, ...]]) -> dict[str, Any]:
-        each = (embedding_of(state_, params.dimensions, normalize=is_normal) for state_ in values)
+        vectors = (embedding_of(state_, params.dimensions, normalize=is_normal) for state_ in values)
         data = (
             {"object": "embedding", "index": idx, "embedding": _packed(vector) if encoding == "base64" else vector}
-            for idx, vector in enumerate(each)
+            for idx, vector in enumerate(vectors)
         )
         return {"data": JsonArray(data)}
 
-    inputs = config.with_prompt(given, fields.text("prompt_name"))
+    inputs = config.with_prompt(prompts, fields.text("prompt_name"))
     return await _answer_inputs(state, request, fields, inputs, Pooling(kind=config.kind), build)
 
 
@@ -95,10 +95,10 @@ async def classify(state: ServerState, request: Request) -> ASGIApp:
     use_activation = fields.flag("use_activation", True)
 
     def build(values: list[tuple[float, ...]]) -> dict[str, Any]:
-        each = [class_scores(head, logits, use_activation=use_activation) for logits in values]
+        scores_by_input = [class_scores(head, logits, use_activation=use_activation) for logits in values]
         data = [
             {"index": idx, "label": head.labels[scores.index(max(scores))], "probs": scores, "num_classes": len(scores)}
-            for idx, scores in enumerate(each)
+            for idx, scores in enumerate(scores_by_input)
         ]
         return {"data": data}
 
@@ -164,9 +164,9 @@ async def _score(
     from quire.engine.scoring import make_score_job  # the server starts before the engine is imported
 
     limit = max_prompts(state)
-    for name, each in zip(names, texts, strict=True):
-        if isinstance(each, list) and len(each) > limit:
-            raise InvalidParameter(name, f"{len(each)} texts", f"at most {limit} texts")
+    for name, value in zip(names, texts, strict=True):
+        if isinstance(value, list) and len(value) > limit:
+            raise InvalidParameter(name, f"{len(value)} texts", f"at most {limit} texts")
     queries, documents = texts
     activation = fields.flag("use_activation", True)
     job = make_score_job(state.llm.pooling, queries, documents, fields.text("instruction"), names, activation)
@@ -214,7 +214,7 @@ def _texts(value: object) -> Any:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list):
-        return [each["text"] if isinstance(each, dict) and "text" in each else each for each in value]
+        return [item["text"] if isinstance(item, dict) and "text" in item else item for item in value]
     return value
 
 

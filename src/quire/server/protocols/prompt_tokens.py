@@ -38,8 +38,8 @@ CHATS: Final[Mapping[str, Callable[[ServerState, Fields], dict[str, Any]]]] = {
 
 async def prompt_tokens(state: ServerState, request: Request) -> Response:
     """Answer `POST /prompt_tokens`."""
-    given = Fields(await state.bodies.read_object(request))
-    path, body = given.get("path"), given.object("body")
+    query = Fields(await state.bodies.read_object(request))
+    path, body = query.get("path"), query.object("body")
     if path not in (COMPLETIONS, *CHATS):
         raise InvalidParameter("path", path, f"one of {', '.join((COMPLETIONS, *CHATS))}")
     if body is None:

@@ -118,13 +118,13 @@ class InputReader:
         instructions = fields.text("instructions")
         if instructions is not None:
             self._add({"role": "system", "content": instructions}, "instructions")
-        given = fields.get("input")
-        if isinstance(given, str):
-            self._add({"role": "user", "content": given}, "input")
+        items = fields.get("input")
+        if isinstance(items, str):
+            self._add({"role": "user", "content": items}, "input")
             return
-        if not isinstance(given, list):
-            raise InvalidParameter("input", given, "a string or a list of items")
-        for idx, value in enumerate(read_list(given, "input", "items")):
+        if not isinstance(items, list):
+            raise InvalidParameter("input", items, "a string or a list of items")
+        for idx, value in enumerate(read_list(items, "input", "items")):
             self._read_item(read_object(value, f"input[{idx}]"), f"input[{idx}]")
 
     def _read_item(self, item: Fields, name: str) -> None:
@@ -193,9 +193,9 @@ def read_chat_fields(fields: Fields, reader: InputReader) -> dict[str, Any]:
     text = fields.object("text")
     form = None if text is None else text.object("format")
     if form is not None:
-        given = form.as_dict()
-        kind = given.pop("type", None)
-        chat["response_format"] = {"type": kind} | ({"json_schema": given} if kind == "json_schema" else {})
+        schema = form.as_dict()
+        kind = schema.pop("type", None)
+        chat["response_format"] = {"type": kind} | ({"json_schema": schema} if kind == "json_schema" else {})
         if kind == "json_schema":
             read_object(form.get("schema"), form.name("schema"))
     reasoning = fields.object("reasoning")

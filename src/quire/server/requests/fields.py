@@ -84,9 +84,9 @@ class Fields:
             if not any(value == same and type(value) is type(same) for same in neutral):
                 raise UnsupportedFeature(self.name(field), why)
 
-    def log_unknown(self, known: Iterable[str]) -> None:
+    def log_unknown(self, field_names: Iterable[str]) -> None:
         """Warn of unknown fields, once a name; clients send new fields before servers know them, so none is refused."""
-        names = set(known)
+        names = set(field_names)
         for field in sorted(self._values.keys() - names - _warned)[: MAX_WARNED - len(_warned)]:
             _warned.add(field)
             short = field[:MAX_NAME]

@@ -50,8 +50,8 @@ class Guard:
         headers = Headers(scope=scope)
         scope[REQUEST_ID] = f"{self._random.getrandbits(128):032x}"
         # Several requests of a client may have one id, so the answer's id is the server's own.
-        given = headers.get("x-request-id", "")
-        request_id = scope[SHOWN_ID] = given if CLIENT_ID.fullmatch(given) else scope[REQUEST_ID]
+        client_id = headers.get("x-request-id", "")
+        request_id = scope[SHOWN_ID] = client_id if CLIENT_ID.fullmatch(client_id) else scope[REQUEST_ID]
         has_begun = False
 
         async def send_with_id(message: Message) -> None:

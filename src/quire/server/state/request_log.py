@@ -105,7 +105,7 @@ def shown_prompt(prompts: Iterable[TokenPrompt], limit: int) -> str | None:
     """Return the beginning of a request's prompts for the log, at most `limit` characters; None for a limit of 0."""
     if not limit:
         return None
-    texts = (str(list(each.token_ids)) if each.text is None else each.text for each in prompts)
+    texts = (str(list(prompt.token_ids)) if prompt.text is None else prompt.text for prompt in prompts)
     return " ".join(text[:limit] for text in texts)[:limit]
 
 
