@@ -54,7 +54,7 @@ def found(store: RemoteStore, count: int) -> list[int]:
     numbers = []
     for number in range(count):
         key, out = record_key(IDENTITY, make_block(number)), bytearray(PAYLOAD_BYTES)
-        record = None if inquiry is None else inquiry.found.get(key)
+        record = None if inquiry is None else inquiry.records.get(key)
         if record is not None and unpack(key, make_block(number), memoryview(record), memoryview(out)):
             assert out == payload_of(number)
             numbers.append(number)
@@ -76,7 +76,7 @@ def test_what_one_engine_saves_another_finds(real: Server) -> None:
     save(one, 0, 1, 3)
     which = answer_of(other, 5, with_records=False)
     assert which is not None
-    assert list(which.found) == [record_key(IDENTITY, make_block(number)) for number in (0, 1, 3)]
+    assert list(which.records) == [record_key(IDENTITY, make_block(number)) for number in (0, 1, 3)]
     assert found(other, 5) == [0, 1, 3]
     # It is written once, whoever saves it.
     save(other, 0, 4)
@@ -148,7 +148,7 @@ def test_damaged_and_foreign_values_are_misses(real: Server) -> None:
     assert found(store, 3) == [2]
     longest = answer_of(store, 4, with_records=True)
     assert longest is not None
-    assert max(map(len, longest.found.values())) < PAYLOAD_BYTES + 100_000
+    assert max(map(len, longest.records.values())) < PAYLOAD_BYTES + 100_000
     assert found(store, 6) == []  # one command of the round fails
     assert store.stats.num_failures == 1
     client.delete(names[4])
@@ -261,7 +261,7 @@ def test_an_answer_that_never_ends_is_cut_off() -> None:
             inquiry.done.wait(0.3)
             store.pool.abandon(inquiry)
             assert inquiry.done.wait(WAIT_S)
-            assert not inquiry.found
+            assert not inquiry.records
 
     stores: list[RemoteStore] = []
     with relay(0, drip) as port:

@@ -71,7 +71,7 @@ def fetched(port: int, count: int, *, host: str = "127.0.0.1", token: str | None
     numbers = []
     for number in range(count):
         key, out = record_key(IDENTITY, make_block(number)), bytearray(PAYLOAD_BYTES)
-        record = inquiry.found.get(key)
+        record = inquiry.records.get(key)
         if record is not None and unpack(key, make_block(number), memoryview(record), memoryview(out)):
             assert out == payload_of(number)
             numbers.append(number)

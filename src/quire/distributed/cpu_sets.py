@@ -34,7 +34,7 @@ class CpuSets(NamedTuple):
                 f"cpu_bind must have a list of cores for each of the {num_local} ranks on this host, got {len(lists)}",
                 field="cpu_bind",
             )
-        foreign = sorted({cpu for each in lists for cpu in each} - {*allowed})
+        foreign = sorted({cpu for cpus in lists for cpu in cpus} - {*allowed})
         if foreign:
             raise ConfigError(
                 f"cpu_bind has cores that this process may not use: {', '.join(map(str, foreign[:8]))}; it may use "
@@ -49,11 +49,11 @@ class CpuSets(NamedTuple):
 
     def cores(self, local_rank: int, num_threads: int) -> tuple[int, ...]:
         """Return the hardware threads that a rank's threads are bound to; none if there are too few in all."""
-        if all(num_threads <= len(each) for each in self.shares) or self.is_chosen:
-            own = self.shares[local_rank]
-            return own[:num_threads] if num_threads <= len(own) else ()
+        if all(num_threads <= len(share) for share in self.shares) or self.is_chosen:
+            cpus = self.shares[local_rank]
+            return cpus[:num_threads] if num_threads <= len(cpus) else ()
         # Shares of whole cores differ in size; all threads of the host may be enough.
-        every = [cpu for each in self.shares for cpu in each]
+        every = [cpu for share in self.shares for cpu in share]
         first = local_rank * num_threads
         return tuple(every[first : first + num_threads]) if num_threads * len(self.shares) <= len(every) else ()
 

@@ -101,7 +101,7 @@ class GlooLink:
 
     def send(self, x: Tensor) -> None:
         """See `StageLink`."""
-        self._sent = [(work, each) for work, each in self._sent if not work.is_completed()]
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
         with reaching(self._peer):
             self._sent.append((self._group.send([x], self._peer, self._turn), x))
         self._turn += 1

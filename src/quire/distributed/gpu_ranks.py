@@ -99,31 +99,31 @@ def device_of_ranks(option: str, config: ParallelConfig, num_local: int) -> str:
     return device
 
 
-def join_devices(ranks: Ranks, config: ParallelConfig, device: str, place: TorchrunPlace | None) -> None:
+def join_devices(ranks: Ranks, config: ParallelConfig, device: str, torchrun: TorchrunPlace | None) -> None:
     """Select this rank's device, and connect the devices of all ranks for the model's tensors; all ranks call this.
 
     Args:
         ranks: the ranks, connected by shared memory or by sockets; on GPUs, `gpu` and `group` are set here.
         config: options of the ranks.
         device: device of this host's ranks, the result of `device_of_ranks`.
-        place: place among the processes of torchrun; None if Quire has started the ranks.
+        torchrun: place among the processes of torchrun; None if Quire has started the ranks.
 
     Raises:
         ConfigError: ranks have devices that cannot share a model.
         RankFailed: NCCL cannot connect the ranks.
     """
-    own = RankDevice(device)
+    rank_device = RankDevice(device)
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
         ranks.gpu = ranks.local_rank
         has_bfloat16 = torch.cuda.get_device_capability() >= BFLOAT16_CAPABILITY
-        own = RankDevice(device, has_bfloat16, config.all_reduce_backend in ("auto", "nccl") and has_nccl())
-    store = _agree(ranks, own, place)
+        rank_device = RankDevice(device, has_bfloat16, config.all_reduce_backend in ("auto", "nccl") and has_nccl())
+    store = _agree(ranks, rank_device, torchrun)
     if device == "cpu":
         return
     host, gpu = ranks.group.transport, torch.device("cuda", ranks.local_rank)
     transport: DeviceTransport = StagedTransport(host, gpu)
-    if own.uses_nccl:
+    if rank_device.uses_nccl:
         from quire.distributed.nccl import connect_nccl
 
         connect = on_gpu(ranks.gpu, lambda keys: connect_nccl(keys, host, gpu))
@@ -135,7 +135,7 @@ def join_devices(ranks: Ranks, config: ParallelConfig, device: str, place: Torch
         logger.info("Ranks: a GPU each, tensors by %s", transport.name)
 
 
-def _agree(ranks: Ranks, own: RankDevice, place: TorchrunPlace | None) -> Callable[[], Any]:
+def _agree(ranks: Ranks, rank_device: RankDevice, torchrun: TorchrunPlace | None) -> Callable[[], Any]:
     """Check that all ranks have such a device; return a function that opens the store in which NCCL connects them."""
     import torch.distributed
 
@@ -145,15 +145,15 @@ def _agree(ranks: Ranks, own: RankDevice, place: TorchrunPlace | None) -> Callab
     def check(facts: list[Any]) -> int:
         nonlocal server
         for rank, fact in enumerate(facts):
-            check_alike(own, RankDevice(*fact), rank)
-        if own.uses_nccl and place is None:
+            check_alike(rank_device, RankDevice(*fact), rank)
+        if rank_device.uses_nccl and torchrun is None:
             server = dist.TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
         return 0 if server is None else server.port
 
-    port = ranks.links.agree(own, check, START_TIMEOUT_S)
+    port = ranks.links.agree(rank_device, check, START_TIMEOUT_S)
     if server is not None:
         return lambda: server
-    return lambda: dist.TCPStore(LOCAL, port, is_master=False) if port else _torchrun_store(dist, place)
+    return lambda: dist.TCPStore(LOCAL, port, is_master=False) if port else _torchrun_store(dist, torchrun)
 
 
 def check_alike(first: RankDevice, other: RankDevice, rank: int) -> None:
@@ -180,9 +180,9 @@ def check_alike(first: RankDevice, other: RankDevice, rank: int) -> None:
         )
 
 
-def _torchrun_store(dist: Any, place: TorchrunPlace | None) -> Any:
-    assert place is not None, "without torchrun, rank 0 has the store"
-    return dist.PrefixStore("quire-gpus", next(iter(dist.rendezvous("env://", place.rank, place.size)))[0])
+def _torchrun_store(dist: Any, torchrun: TorchrunPlace | None) -> Any:
+    assert torchrun is not None, "without torchrun, rank 0 has the store"
+    return dist.PrefixStore("quire-gpus", next(iter(dist.rendezvous("env://", torchrun.rank, torchrun.size)))[0])
 
 
 def while_all_live(links: RankLinks, call: Callable[[], T], timeout_s: float = START_TIMEOUT_S) -> T:

@@ -169,7 +169,7 @@ def describe_end(process: subprocess.Popen[bytes]) -> str:
 
 def _start(program: str, rank: int, connection: int, memory: int) -> subprocess.Popen[bytes]:
     numbers = map(str, (rank, connection, memory))
-    descriptors: Sequence[int] = [each for each in (connection, memory) if each >= 0]
+    descriptors: Sequence[int] = [descriptor for descriptor in (connection, memory) if descriptor >= 0]
     # A session of its own, since rank 0 alone handles signals of the terminal.
     return subprocess.Popen(
         [sys.executable, "-c", BOOT, json.dumps([str(folder) for folder in sys.path]), program, *numbers],

@@ -41,7 +41,7 @@ class RankLinks:
         self.failure: WorkerError | ConfigError | None = None
         self.on_failure = on_failure
         self._rank, self._sockets, self._describe = rank, dict(sockets), describe
-        self._facts: dict[int, queue.SimpleQueue[Any]] = {each: queue.SimpleQueue() for each in sockets}
+        self._facts: dict[int, queue.SimpleQueue[Any]] = {peer: queue.SimpleQueue() for peer in sockets}
         self._failed, self._ended = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._is_closing = self._is_closed = False
@@ -118,12 +118,12 @@ class RankLinks:
         self._is_closed = True
         with self._lock:
             self._is_closing = True
-        for each in self._sockets.values():
+        for connection in self._sockets.values():
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(5.0)
-        for each in self._sockets.values():
-            each.close()
+        for connection in self._sockets.values():
+            connection.close()
 
     def expect_end(self) -> None:
         """Expect the other ranks to end from now on."""
@@ -138,21 +138,21 @@ class RankLinks:
 
     def _watch(self) -> None:
         """Read the connections until all are closed."""
-        open_sockets = {each: rank for rank, each in self._sockets.items()}
+        open_sockets = {connection: rank for rank, connection in self._sockets.items()}
         parts = dict.fromkeys(self._sockets, b"")
         while open_sockets:
             try:
                 ready, _, _ = select.select([*open_sockets], [], [])
             except (OSError, ValueError):
                 return  # closed here
-            for each in ready:
-                rank = open_sockets[each]
+            for connection in ready:
+                rank = open_sockets[connection]
                 try:
-                    data = each.recv(1 << 16)
+                    data = connection.recv(1 << 16)
                 except OSError:
                     data = b""
                 if not data:
-                    del open_sockets[each]
+                    del open_sockets[connection]
                     if not open_sockets:
                         self._ended.set()
                     if not self._is_closing:
@@ -163,7 +163,7 @@ class RankLinks:
                     self._read(rank, line)
                 if len(parts[rank]) > MAX_LINE:
                     self.fail(RankFailed(rank, "sent a message that is too long"))
-                    del open_sockets[each]
+                    del open_sockets[connection]
 
     def _read(self, rank: int, line: bytes) -> None:
         message = json.loads(line)

@@ -112,11 +112,11 @@ class RankGroup:
             widths: number of columns of each rank.
         """
         values, columns = logits.max(-1)
-        found = logits.new_zeros(2, len(logits), self.size)
+        maxima = logits.new_zeros(2, len(logits), self.size)
         # float32 represents column numbers below 2^24 exactly, also after the sum with zeros.
-        found[0, :, self.rank], found[1, :, self.rank] = values, (columns + sum(widths[: self.rank])).float()
-        found = self.all_reduce(found)
-        return found[1].gather(1, found[0].argmax(-1, keepdim=True))[:, 0].long()
+        maxima[0, :, self.rank], maxima[1, :, self.rank] = values, (columns + sum(widths[: self.rank])).float()
+        maxima = self.all_reduce(maxima)
+        return maxima[1].gather(1, maxima[0].argmax(-1, keepdim=True))[:, 0].long()
 
     def of_first(self, numbers: Tensor) -> Tensor:
         """Return rank 0's integers [R], of at most 24 bits, on every rank; all ranks call it with the same R."""

@@ -165,8 +165,8 @@ class Ranks:
         """
         self.links.agree("loaded", len, LOAD_TIMEOUT_S)
         machine = probe()
-        own = RankMemory.of(machine, step, self.num_local)
-        agreed = RankMemory(*self.links.agree(own, RankMemory.least, LOAD_TIMEOUT_S))
+        memory = RankMemory.of(machine, step, self.num_local)
+        agreed = RankMemory(*self.links.agree(memory, RankMemory.least, LOAD_TIMEOUT_S))
         return agreed.machine(machine, self.num_threads(machine.num_threads)), agreed.step
 
     def send_commands(self, commands: bytes) -> None:
@@ -196,9 +196,9 @@ class Ranks:
         """
         if isinstance(error, RankFailed):
             # Only the links know which rank ended, and how.
-            found = self.links.wait_for_failure(CAUSE_TIMEOUT_S)
-            if found is not None:
-                return found
+            link_failure = self.links.wait_for_failure(CAUSE_TIMEOUT_S)
+            if link_failure is not None:
+                return link_failure
             self.fail(error)
             return error
         why = f"failed: {type(error).__name__}: {error}"

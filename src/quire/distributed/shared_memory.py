@@ -130,8 +130,10 @@ class SharedMemoryTransport:
         if status > 0:
             raise RankFailed(status - 1, "has ended")
         if status <= DIFFERS:
-            other, own = self._members[DIFFERS - status], self._members[self.rank]
-            raise LockstepDrift(f"ranks {own} and {other} exchange different things: they have planned different steps")
+            other, rank = self._members[DIFFERS - status], self._members[self.rank]
+            raise LockstepDrift(
+                f"ranks {rank} and {other} exchange different things: they have planned different steps"
+            )
         if status < 0:
             late = self._members[-1 - status]
             self.fail(late)

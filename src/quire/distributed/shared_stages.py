@@ -107,6 +107,6 @@ def share_stages(
     def link(first_stage: int) -> SharedMemoryLink:
         ends = [grid.rank_of(stage, tensor_rank) for stage in (first_stage, first_stage + 1)]
         offsets = [layout.channel(first_stage, tensor_rank, idx) for idx in range(config.num_microbatches)]
-        return SharedMemoryLink([join_at(ends, offset=each, slot_bytes=CHANNEL_SLOT_BYTES) for each in offsets])
+        return SharedMemoryLink([join_at(ends, offset=offset, slot_bytes=CHANNEL_SLOT_BYTES) for offset in offsets])
 
     return connect_stages(rank, config, join, link)

@@ -69,19 +69,19 @@ def torchrun_place(config: ParallelConfig) -> TorchrunPlace | None:
     Raises:
         ConfigError: torchrun has started another number of processes than the model has ranks.
     """
-    place = TorchrunPlace.of(os.environ) if config.num_ranks > 1 else None
-    if place is not None and place.size != config.num_ranks:
+    torchrun = TorchrunPlace.of(os.environ) if config.num_ranks > 1 else None
+    if torchrun is not None and torchrun.size != config.num_ranks:
         sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
-        given = {name: size for name, size in sizes.items() if size > 1}
-        names, numbers = " x ".join(given), " x ".join(map(str, given.values()))
+        parallel_sizes = {name: size for name, size in sizes.items() if size > 1}
+        names, numbers = " x ".join(parallel_sizes), " x ".join(map(str, parallel_sizes.values()))
         raise ConfigError(
-            f"{names} must be the number of processes that torchrun has started ({place.size}), got {numbers}",
-            field=[*given][-1],
+            f"{names} must be the number of processes that torchrun has started ({torchrun.size}), got {numbers}",
+            field=[*parallel_sizes][-1],
         )
-    return place
+    return torchrun
 
 
-def join_torchrun(config: ParallelConfig, place: TorchrunPlace) -> Ranks:
+def join_torchrun(config: ParallelConfig, torchrun: TorchrunPlace) -> Ranks:
     """Connect to the other ranks; all of them call this.
 
     Raises:
@@ -91,34 +91,34 @@ def join_torchrun(config: ParallelConfig, place: TorchrunPlace) -> Ranks:
     import torch.distributed
 
     dist: Any = torch.distributed  # untyped: torch's types lack the names that some builds lack
-    cpus = CpuSets.of(config.cpu_bind, place.num_local)
+    cpus = CpuSets.of(config.cpu_bind, torchrun.num_local)
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.size)))
+        store, _, _ = next(iter(dist.rendezvous("env://", torchrun.rank, torchrun.size)))
         store = dist.PrefixStore("quire", store)
-        links = _lead(store, place) if place.rank == LEADER else _follow(store, place)
+        links = _lead(store, torchrun) if torchrun.rank == LEADER else _follow(store, torchrun)
     except RuntimeError as error:
-        raise WorkerError(f"rank {place.rank} finds no store at {place.address}: {error}") from error
-    group = _make_group(config, place, store, links)
-    return Ranks(group, links, cpus, place.local_rank)
+        raise WorkerError(f"rank {torchrun.rank} finds no store at {torchrun.address}: {error}") from error
+    group = _make_group(config, torchrun, store, links)
+    return Ranks(group, links, cpus, torchrun.local_rank)
 
 
-def _lead(store: Any, place: TorchrunPlace) -> RankLinks:
+def _lead(store: Any, torchrun: TorchrunPlace) -> RankLinks:
     """Accept a connection from each other rank, which proves itself by a secret from the store."""
     token = secrets.token_hex(TOKEN_BYTES)
-    host = "127.0.0.1" if place.num_local == place.size else socket.gethostbyname(place.address)
+    host = "127.0.0.1" if torchrun.num_local == torchrun.size else socket.gethostbyname(torchrun.address)
     sockets: dict[int, socket.socket] = {}
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
-    with socket.create_server((host, 0), backlog=place.size) as listener:
+    with socket.create_server((host, 0), backlog=torchrun.size) as listener:
         store.set("links", json.dumps([host, listener.getsockname()[1], token]))
-        while len(sockets) < place.size - 1:
+        while len(sockets) < torchrun.size - 1:
             listener.settimeout(max(0.1, deadline - time.monotonic()))
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                missing = next(rank for rank in range(1, place.size) if rank not in sockets)
+                missing = next(rank for rank in range(1, torchrun.size) if rank not in sockets)
                 raise RankFailed(missing, f"did not come within {RENDEZVOUS_TIMEOUT_S:g} s") from None
             rank = _read_hello(connection, token)
-            if 0 < rank < place.size and rank not in sockets:
+            if 0 < rank < torchrun.size and rank not in sockets:
                 sockets[rank] = connection
             else:
                 connection.close()
@@ -135,20 +135,20 @@ def _read_hello(connection: socket.socket, token: str) -> int:
             if not data:
                 break
             hello += data
-    given, _, rank = hello.decode("ascii", "replace").strip().partition(" ")
+    secret, _, rank = hello.decode("ascii", "replace").strip().partition(" ")
     _keep_alive(connection)
-    return int(rank) if secrets.compare_digest(given.encode(), token.encode()) and rank.isdigit() else 0
+    return int(rank) if secrets.compare_digest(secret.encode(), token.encode()) and rank.isdigit() else 0
 
 
-def _follow(store: Any, place: TorchrunPlace) -> RankLinks:
+def _follow(store: Any, torchrun: TorchrunPlace) -> RankLinks:
     host, port, token = json.loads(store.get("links"))
     try:
         connection = socket.create_connection((host, port), RENDEZVOUS_TIMEOUT_S)
     except OSError as error:
         raise RankFailed(LEADER, f"cannot be reached at {host}:{port} ({error})") from error
-    connection.sendall(f"{token} {place.rank}\n".encode())
+    connection.sendall(f"{token} {torchrun.rank}\n".encode())
     _keep_alive(connection)
-    return RankLinks(place.rank, {LEADER: connection})
+    return RankLinks(torchrun.rank, {LEADER: connection})
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -160,12 +160,12 @@ def _keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _make_group(config: ParallelConfig, place: TorchrunPlace, store: Any, links: RankLinks) -> RankGroup:
+def _make_group(config: ParallelConfig, torchrun: TorchrunPlace, store: Any, links: RankLinks) -> RankGroup:
     """Return the group that all ranks support: in shared memory if all are on one host, else by gloo.
 
     With several hosts, the sums of a stage are computed in shared memory if its ranks are on one host.
     """
-    rank, size = place.rank, place.size
+    rank, size = torchrun.rank, torchrun.size
     library = pick_library(config.all_reduce_backend)
     memory = -1
 
@@ -177,7 +177,7 @@ def _make_group(config: ParallelConfig, place: TorchrunPlace, store: Any, links:
         memory = make_shared(library, config)
         return _path_of(memory)
 
-    path = links.agree(library is not None and place.num_local == size, share, RENDEZVOUS_TIMEOUT_S)
+    path = links.agree(library is not None and torchrun.num_local == size, share, RENDEZVOUS_TIMEOUT_S)
     if rank != LEADER and path is not None:
         memory = _open_memory(path)
     try:
@@ -186,27 +186,27 @@ def _make_group(config: ParallelConfig, place: TorchrunPlace, store: Any, links:
     finally:
         if memory >= 0:
             os.close(memory)
-    sums = _share_sums(config, place, store, library)
+    sums = _share_sums(config, torchrun, store, library)
     if config.all_reduce_backend == "shared_memory" and sums is None:
         raise ConfigError(
             "all_reduce_backend 'shared_memory' needs all ranks that sum with each other on one host",
             field="all_reduce_backend",
         )
-    return make_group(None, -1, rank, config, store, LOCAL if place.num_local == size else None, sums)
+    return make_group(None, -1, rank, config, store, LOCAL if torchrun.num_local == size else None, sums)
 
 
 def _share_sums(
-    config: ParallelConfig, place: TorchrunPlace, store: Any, library: NativeLibrary | None
+    config: ParallelConfig, torchrun: TorchrunPlace, store: Any, library: NativeLibrary | None
 ) -> Transport | None:
     """Return the transport of the ranks of a stage in shared memory; None if they cannot share memory.
 
     All ranks reach the same result: each publishes its capability in the store.
     """
-    grid, rank = RankGrid.of(config), place.rank
+    grid, rank = RankGrid.of(config), torchrun.rank
     stage = grid.stage_of(rank)
-    members, first_here = grid.ranks_of(stage), rank - place.local_rank
-    here = range(first_here, first_here + place.num_local)
-    if grid.num_stages == 1 or grid.tensor_size == 1 or not set(members) <= set(here):
+    members, first_here = grid.ranks_of(stage), rank - torchrun.local_rank
+    local_ranks = range(first_here, first_here + torchrun.num_local)
+    if grid.num_stages == 1 or grid.tensor_size == 1 or not set(members) <= set(local_ranks):
         return None
     memory = -1
     if rank == members[0]:
@@ -221,7 +221,7 @@ def _share_sums(
         if not all(can_share):
             return None
         assert library is not None
-        polls = place.num_local <= num_cores()
+        polls = torchrun.num_local <= num_cores()
         return SharedMemoryTransport(library, memory, rank, members, config.distributed_timeout_s, polls=polls)
     finally:
         if memory >= 0:

@@ -145,4 +145,4 @@ def gather_columns(
     gather([] if parts is None else [parts], [padded])
     if parts is None:
         return None
-    return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
+    return torch.cat([padded[:, :width] for padded, width in zip(parts, widths, strict=True)], 1)

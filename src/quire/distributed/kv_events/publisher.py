@@ -121,7 +121,7 @@ class KVEventPublisher:
             poller.register(self._replay, zmq.POLLIN)
         try:
             while not self._is_closing:
-                ready = {each for each, _ in poller.poll()}
+                ready = {endpoint for endpoint, _ in poller.poll()}
                 self._send_queued()
                 if self._replay in ready:
                     self._serve_replay()

@@ -78,8 +78,8 @@ def decode_batch(data: bytes) -> EventBatch:
         raise InvalidKVEvents(f"a batch of KV events must be msgpack: {error}") from error
     if not isinstance(content, list) or len(content) < 2 or not isinstance(content[1], list):
         raise InvalidKVEvents(f"a batch of KV events must be [ts, events, rank], got {shown(content)}")
-    ts, events, *rest = content
-    rank = rest[0] if rest else None
+    ts, events, *tail = content
+    rank = tail[0] if tail else None
     if isinstance(ts, bool) or not isinstance(ts, int | float) or not (rank is None or _is_count(rank)):
         raise InvalidKVEvents(f"a batch of KV events must begin with a time and end with a rank, got {shown(content)}")
     return EventBatch(float(ts), [_read_event(event) for event in events], rank)
@@ -178,12 +178,12 @@ def _read_extra_keys(keys: Any, count: int) -> ExtraKeys | None:
         return None
     if not isinstance(keys, list) or len(keys) != count:
         raise InvalidKVEvents(f"extra_keys must be a list with an item for each of {count} blocks, got {shown(keys)}")
-    found: list[tuple[str | tuple[str, str | int], ...] | None] = []
-    for each in keys:
-        if each is not None and not isinstance(each, list):
-            raise InvalidKVEvents(f"the extra keys of a block must be a list or null, got {shown(each)}")
-        found.append(None if each is None else tuple(_read_extra_key(key) for key in each) or None)
-    return tuple(found)
+    extra_keys: list[tuple[str | tuple[str, str | int], ...] | None] = []
+    for block_keys in keys:
+        if block_keys is not None and not isinstance(block_keys, list):
+            raise InvalidKVEvents(f"the extra keys of a block must be a list or null, got {shown(block_keys)}")
+        extra_keys.append(None if block_keys is None else tuple(_read_extra_key(key) for key in block_keys) or None)
+    return tuple(extra_keys)
 
 
 def _read_extra_key(key: Any) -> str | tuple[str, str | int]:

@@ -151,9 +151,9 @@ class StoreFile:
 
     def find(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the keys that have a record."""
-        found: list[bytes] = []
-        self.fetch(keys, lambda key, _: found.append(key))
-        return found
+        stored_keys: list[bytes] = []
+        self.fetch(keys, lambda key, _: stored_keys.append(key))
+        return stored_keys
 
     def fetch(self, keys: Sequence[bytes], put: Callable[[bytes, Record], None]) -> None:
         """Pass the records that exist to `put`: views, valid until it returns."""
@@ -236,7 +236,7 @@ def _structure_problem(path: Path) -> str | None:
         return None
     verifier = import_module("lmdb.verify")
     try:
-        found = verifier.verify(str(path), subdir=False)
+        problems = verifier.verify(str(path), subdir=False)
     except (verifier.VerifyError, OSError) as error:
         return str(error) or repr(error)
-    return str(found[0]) if found else None
+    return str(problems[0]) if problems else None

@@ -105,14 +105,14 @@ class RedisConnection:
 
     def find(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the keys that the store has."""
-        found: list[bytes] = []
+        stored_keys: list[bytes] = []
         for start in range(0, len(keys), MOST_KEYS):
             part = keys[start : start + MOST_KEYS]
             with self._client.pipeline(transaction=False) as pipe:
                 for key in part:
                     pipe.exists(name_of(key))
-                found += (key for key, is_there in zip(part, pipe.execute(), strict=True) if is_there == 1)
-        return found
+                stored_keys += (key for key, is_there in zip(part, pipe.execute(), strict=True) if is_there == 1)
+        return stored_keys
 
     def fetch(self, keys: Sequence[bytes], put: Callable[[bytes, Record], None]) -> None:
         """Pass the records that the store has to `put`, in rounds: the first arrive before the last are requested."""
@@ -130,12 +130,12 @@ class RedisConnection:
         """Delete all records of an identity, renew the time to live of used records, and write new records."""
         if batch.forgotten is not None:
             self._delete(name_of(batch.forgotten) + b"*")
-        known = set(self.find(list(batch.records))) if batch.records else set()
+        stored_keys = set(self.find(list(batch.records))) if batch.records else set()
         with self._client.pipeline(transaction=False) as pipe:
-            for key in (*batch.touched, *known) if self._ttl is not None else ():
+            for key in (*batch.touched, *stored_keys) if self._ttl is not None else ():
                 pipe.pexpire(name_of(key), self._ttl)
             for key, record in batch.records.items():
-                if key not in known:
+                if key not in stored_keys:
                     pipe.set(name_of(key), bytes(record), px=self._ttl)
             try:
                 pipe.execute()
@@ -143,7 +143,7 @@ class RedisConnection:
                 if "OOM" in str(error):
                     raise StoreOutOfMemory(str(error)) from error
                 raise
-        return Written(len(batch.records) - len(known))
+        return Written(len(batch.records) - len(stored_keys))
 
     def _delete(self, pattern: bytes) -> None:
         """Delete all records whose names match a pattern."""
@@ -226,10 +226,10 @@ class RemoteStore:
         """Forget the blocks that the store lacks according to an answer, and mark the blocks that it sent as used."""
         with self.queue.changed:
             for key in inquiry.keys:
-                if key not in inquiry.found and inquiry.error is None and not inquiry.is_abandoned:
+                if key not in inquiry.records and inquiry.error is None and not inquiry.is_abandoned:
                     self._known.pop(key, None)
             if inquiry.with_records:
-                self.queue.touch(key for key in inquiry.keys if key in inquiry.found)
+                self.queue.touch(key for key in inquiry.keys if key in inquiry.records)
 
     def holds(self, block: StoredBlock) -> bool:
         """Return whether a block is known to be in the store, or queued for writing."""

@@ -153,7 +153,7 @@ class Inquiry:
     # True to read the records, False to ask only which of them exist.
     with_records: bool
     # Records by key; without `with_records`, empty bytes for each key that exists. Other threads add to it.
-    found: dict[bytes, Record] = field(default_factory=dict)
+    records: dict[bytes, Record] = field(default_factory=dict)
     # Set once nothing more will arrive.
     done: threading.Event = field(default_factory=threading.Event)
     # Reason why the answer is not complete.
@@ -278,9 +278,9 @@ class SourcePool:
             self._running[inquiry] = source
         try:
             if inquiry.with_records:
-                source.fetch(inquiry.keys, inquiry.found.__setitem__)
+                source.fetch(inquiry.keys, inquiry.records.__setitem__)
             else:
-                inquiry.found.update(dict.fromkeys(source.find(inquiry.keys), b""))
+                inquiry.records.update(dict.fromkeys(source.find(inquiry.keys), b""))
         finally:
             with self._lock:
                 del self._running[inquiry]

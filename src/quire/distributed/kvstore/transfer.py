@@ -123,14 +123,14 @@ class PeerConnection:
 
     def find(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the keys that the peer has."""
-        found: list[bytes] = []
+        stored_keys: list[bytes] = []
         for start in range(0, len(keys), MOST_KEYS):
             part = keys[start : start + MOST_KEYS]
             self._send(WHICH, part)
             answer = receive(self._socket, len(part))
-            found += (key for key, is_there in zip(part, answer, strict=True) if is_there == 1)
+            stored_keys += (key for key, is_there in zip(part, answer, strict=True) if is_there == 1)
         self._used_s = monotonic()
-        return found
+        return stored_keys
 
     def fetch(self, keys: Sequence[bytes], put: Callable[[bytes, Record], None]) -> None:
         """Pass the records that the peer has to `put`."""
@@ -181,8 +181,8 @@ class PeerConnection:
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(GREETING.pack(MAGIC, VERSION, self._identity, nonce))
         identity, server_nonce = receive_greeting(connection)
-        given = receive(connection, PROOF_BYTES)
-        if not hmac.compare_digest(given, proof(self._token, b"server", nonce, server_nonce)):
+        peer_proof = receive(connection, PROOF_BYTES)
+        if not hmac.compare_digest(peer_proof, proof(self._token, b"server", nonce, server_nonce)):
             raise TransferError("the peer does not know the token")
         connection.sendall(proof(self._token, b"client", nonce, server_nonce))
         if identity != self._identity:
@@ -328,8 +328,8 @@ class TransferServer:
         nonce = secrets.token_bytes(NONCE_BYTES)
         mine = proof(self._token, b"server", client_nonce, nonce)
         connection.sendall(GREETING.pack(MAGIC, VERSION, self._identity, nonce) + mine)
-        given = receive(connection, PROOF_BYTES)
-        if not hmac.compare_digest(given, proof(self._token, b"client", client_nonce, nonce)):
+        peer_proof = receive(connection, PROOF_BYTES)
+        if not hmac.compare_digest(peer_proof, proof(self._token, b"client", client_nonce, nonce)):
             raise TransferError("it does not know the token")
         if identity != self._identity:
             raise TransferError("it serves another model, or the same in another layout")

@@ -146,7 +146,7 @@ class SourceLoads:
         """Ask the current source for the records of the longest hit; return False if it has none of them."""
         assert search.inquiry is not None
         assert search.current is not None
-        store, found = self._store, search.inquiry.found
+        store, found = self._store, search.inquiry.records
 
         def is_there(block: StoredBlock) -> bool:
             return store.holds(block) or record_key(store.identity, block) in found
@@ -183,7 +183,7 @@ class SourceLoads:
     def _take(self, search: _Search, inquiry: Inquiry, counters: SourceCounters) -> None:
         """Put the records that have arrived into the store; other threads may still add some."""
         for key in inquiry.keys:
-            record = inquiry.found.get(key)
+            record = inquiry.records.get(key)
             if record is None:
                 counters.num_misses += 1
             else:
