@@ -84,31 +84,31 @@ class AdapterRegistry:
 
     def find(self, request: LoRARequest) -> LoadedAdapter | None:
         """Return the adapter that a request selects; None if its folder must be read first. Thread-safe."""
-        known = self._by_name.get(request.lora_name)
+        entry = self._by_name.get(request.lora_name)
         if request.load_inplace:
             return None
-        if known is None and not request.lora_path:
+        if entry is None and not request.lora_path:
             raise UnknownAdapter(request.lora_name)
-        if known is not None and request.lora_path not in ("", known.path):
+        if entry is not None and request.lora_path not in ("", entry.path):
             raise InvalidAdapter(
-                f"lora_path of the adapter {request.lora_name!r} must be {known.path!r}, which it was loaded from, got "
+                f"lora_path of the adapter {request.lora_name!r} must be {entry.path!r}, which it was loaded from, got "
                 f"{request.lora_path!r}; choose another name, or set load_inplace",
                 field="lora_path",
             )
-        return known
+        return entry
 
     def acquire(self, request: LoRARequest) -> LoadedAdapter:
         """Return the adapter that a request selects; load it if it is not loaded."""
-        found = self.find(request)
-        while found is None:
+        adapter = self.find(request)
+        while adapter is None:
             try:
-                found = self.load(request, self.read(request.lora_path), is_kept=False)
+                adapter = self.load(request, self.read(request.lora_path), is_kept=False)
             except OutOfAdapterMemory:
                 if not self.give_way():
                     raise
         self._num_uses += 1
-        found.last_use = self._num_uses
-        return found
+        adapter.last_use = self._num_uses
+        return adapter
 
     def load(self, request: LoRARequest, adapter: Adapter, *, is_kept: bool = True) -> LoadedAdapter:
         """Load an adapter under a name; with `load_inplace`, replace the adapter that has the name.
@@ -118,23 +118,23 @@ class AdapterRegistry:
         name = request.lora_name
         if name == self._model_name:
             raise InvalidAdapter(f"lora_name must differ from the model's name, got {name!r}", field="lora_name")
-        known = self._by_name.get(name)
-        if known is not None and not request.load_inplace:
-            if (known.path, known.digest) != (request.lora_path, adapter.digest) or is_kept:
+        previous = self._by_name.get(name)
+        if previous is not None and not request.load_inplace:
+            if (previous.path, previous.digest) != (request.lora_path, adapter.digest) or is_kept:
                 raise InvalidAdapter(
                     f"lora_name must be a name that is not in use, got {name!r}; unload that adapter first, or set "
                     "load_inplace",
                     field="lora_name",
                 )
-            return known
-        if known is not None:
-            is_kept = is_kept or known.is_kept
+            return previous
+        if previous is not None:
+            is_kept = is_kept or previous.is_kept
             del self._by_name[name]
         try:
             slot = self._place(adapter)
         except InvalidAdapter:
-            if known is not None:
-                self._by_name[name] = known
+            if previous is not None:
+                self._by_name[name] = previous
             raise
         loaded = LoadedAdapter(name, request.lora_path, adapter.digest, slot, is_kept, self._num_uses)
         self._by_name[name] = loaded
@@ -149,7 +149,7 @@ class AdapterRegistry:
 
     def free_unused(self) -> None:
         """Free the slots of contents that have no name and no unfinished request."""
-        named = {each.slot for each in self._by_name.values()}
+        named = {adapter.slot for adapter in self._by_name.values()}
         if len(named) == len(self._slot_of):
             return
         kept = named.union(slot for slot in self._used_slots() if slot is not None)
@@ -161,10 +161,10 @@ class AdapterRegistry:
     def give_way(self) -> bool:
         """Unload the least recently used idle adapter that a request loaded; return False if there is none."""
         used = set(self._used_slots())
-        idle = [each for each in self._by_name.values() if not each.is_kept and each.slot not in used]
+        idle = [adapter for adapter in self._by_name.values() if not adapter.is_kept and adapter.slot not in used]
         if not idle:
             return False
-        self.unload(min(idle, key=lambda each: each.last_use).name)
+        self.unload(min(idle, key=lambda adapter: adapter.last_use).name)
         return True
 
     def _place(self, adapter: Adapter) -> int:
@@ -199,10 +199,10 @@ def acquire_adapter(adapters: AdapterRegistry | None, lora_request: LoRARequest 
     """Return the adapter of a request, loaded if it was not; None for a request without one."""
     if lora_request is None:
         return None
-    known = require_adapters(adapters)
+    registry = require_adapters(adapters)
     if not isinstance(lora_request, LoRARequest):
         raise InvalidParameter("lora_request", lora_request, "a LoRARequest or None")
-    return known.acquire(lora_request)
+    return registry.acquire(lora_request)
 
 
 def adapters_of(adapters: Adapters, count: int) -> Sequence[LoRARequest | None]:

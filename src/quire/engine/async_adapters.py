@@ -62,9 +62,9 @@ class AsyncAdapters:
         The thread does not return it, because a pool's thread may keep its last result: the adapter's memory is freed
         with the last reference.
         """
-        found: list[Adapter] = []
-        await asyncio.to_thread(lambda: found.append(registry.read(path)))
-        return found.pop()
+        adapters: list[Adapter] = []
+        await asyncio.to_thread(lambda: adapters.append(registry.read(path)))
+        return adapters.pop()
 
     async def unload(self, lora_name: str) -> None:
         """Unload an adapter: requests that use it continue, new ones are refused.

@@ -252,12 +252,12 @@ class LLM(PooledLLM):
         template = self._template(template_args.get("chat_template"))
         ends = self.engine.requests.end_token_ids
         thinking = ReasoningModel.find(reasoning_parser, self.tokenizer, ends, template)
-        each = with_reasoning(self._params_of(sampling_params, len(prompts)), thinking)
-        asked = each if use is None else [with_calls(one, use) for one in each]
+        all_params = with_reasoning(self._params_of(sampling_params, len(prompts)), thinking)
+        asked = all_params if use is None else [with_calls(one, use) for one in all_params]
         try:
             outputs = self.generate(prompts, asked, **options)
         except InvalidParameter as error:
-            raise error if use is None else explained(error, use, each, asked) from error
+            raise error if use is None else explained(error, use, all_params, asked) from error
         add_reasoning(outputs, thinking)
         if use is not None:
             add_calls(outputs, use)
@@ -343,14 +343,14 @@ class LLM(PooledLLM):
             RequestError: a prompt or parameter that is refused, or an earlier stream that has not ended; nothing runs.
         """
         many = as_prompts(prompts)
-        each = self._params_of(sampling_params, len(many))
+        all_params = self._params_of(sampling_params, len(many))
         collectors: dict[int, OutputCollector] = {}
         options = RequestOptions(cache_salt=cache_salt, tenant=tenant, retain_cache=retain_cache)
-        with closing(self._run(many, each, options, lora_request)) as deltas:
+        with closing(self._run(many, all_params, options, lora_request)) as deltas:
             for delta in deltas:
                 index = int(delta.request_id)
                 if index not in collectors:
-                    collectors[index] = OutputCollector(each[index].output_kind)
+                    collectors[index] = OutputCollector(all_params[index].output_kind)
                 output = collectors[index].add(delta)
                 if output is not None:
                     yield output
@@ -378,18 +378,20 @@ class LLM(PooledLLM):
         self._check_open()
         self._check_idle()
         many = as_prompts(prompts)
-        each = self._params_of(params, len(many))
+        all_params = self._params_of(params, len(many))
         adapters = adapters_of(lora_request, len(many))
         levels = priorities_of(priority, len(many), self.resolved)
         queued: list[str] = []
         try:
-            for idx, (prompt, wanted, adapter, level) in enumerate(zip(many, each, adapters, levels, strict=True)):
+            for idx, (prompt, wanted, adapter, level) in enumerate(
+                zip(many, all_params, adapters, levels, strict=True)
+            ):
                 with naming_prompt(prompt_name(idx, len(many))):
-                    own = replace(options, lora_request=adapter, priority=level)
-                    self.engine.add_request(str(idx), prompt, wanted, own)
+                    request_options = replace(options, lora_request=adapter, priority=level)
+                    self.engine.add_request(str(idx), prompt, wanted, request_options)
                 queued.append(str(idx))
             if on_start is not None:
-                on_start(sum(wanted.n for wanted in each))
+                on_start(sum(wanted.n for wanted in all_params))
             while self.engine.has_unfinished:
                 yield from self.engine.step()
         finally:
@@ -398,13 +400,13 @@ class LLM(PooledLLM):
 
     def _params_of(self, params: Params, count: int) -> Sequence[SamplingParams]:
         """Return one set of parameters for each prompt."""
-        given = self.get_default_sampling_params() if params is None else params
-        if isinstance(given, SamplingParams):
-            return [given] * count
-        if not isinstance(given, list | tuple) or len(given) != count:
+        sampling_params = self.get_default_sampling_params() if params is None else params
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * count
+        if not isinstance(sampling_params, list | tuple) or len(sampling_params) != count:
             allowed = f"SamplingParams, or a list of one for each of {count} prompts"
-            raise InvalidParameter("sampling_params", given, allowed)
-        return given
+            raise InvalidParameter("sampling_params", sampling_params, allowed)
+        return sampling_params
 
 
 class ProgressBar:

@@ -134,7 +134,7 @@ class PooledLLM(ABC):
         Raises:
             RequestError, WorkerError: see `embed`.
         """
-        first, second = ([each] if isinstance(each, str) else each for each in (queries, documents))
+        first, second = ([texts] if isinstance(texts, str) else texts for texts in (queries, documents))
         job = make_score_job(self.pooling, first, second, instruction, use_activation=use_activation)
         limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
@@ -142,10 +142,12 @@ class PooledLLM(ABC):
         special, text_name = job.adds_special_tokens, partial(job.text_name, names=("queries", "documents"))
         outputs = self._pool(job.prompts, job.pooling, limit, options, add_special_tokens=special, text_name=text_name)
         scores = job.scores([pooled_values(output) for output in outputs])
-        found = (outputs[document] for _, document in job.pairs)
+        document_outputs = (outputs[document] for _, document in job.pairs)
         return [
-            ScoringRequestOutput(each.request_id, ScoringOutput(score), each.prompt_token_ids, each.num_cached_tokens)
-            for each, score in zip(found, scores, strict=True)
+            ScoringRequestOutput(
+                output.request_id, ScoringOutput(score), output.prompt_token_ids, output.num_cached_tokens
+            )
+            for output, score in zip(document_outputs, scores, strict=True)
         ]
 
     def classify(

@@ -53,8 +53,8 @@ class DepartureRate:
         """Record the end of a request; `num_waiting` requests wait at that time."""
         now = self._clock()
         if self._last_s is not None:
-            interval_s, known = now - self._last_s, self._interval_s
-            self._interval_s = interval_s if known is None else known + (interval_s - known) * WEIGHT
+            interval_s, average_s = now - self._last_s, self._interval_s
+            self._interval_s = interval_s if average_s is None else average_s + (interval_s - average_s) * WEIGHT
         self._last_s = now if num_waiting else None
 
     def wait_s(self, num_waiting: int) -> int:

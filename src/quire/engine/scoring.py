@@ -33,7 +33,7 @@ def _manhattan(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    units = (embedding_of(each, None, normalize=True) for each in (first, second))
+    units = (embedding_of(vector, None, normalize=True) for vector in (first, second))
     return max(-1.0, min(_dot(*units), 1.0))  # a unit vector times itself can round to more than 1
 
 
@@ -114,11 +114,11 @@ def make_score_job(
     if instruction is not None and not isinstance(instruction, str):
         raise InvalidParameter("instruction", instruction, "a string")
     places = [(0 if len(queries) == 1 else idx, idx) for idx in range(len(documents))]
-    own = [(idx, idx) for _, idx in places]
+    joint = [(idx, idx) for _, idx in places]
     if config.classifier is not None:
         task = INSTRUCTION if instruction is None else instruction
         texts = [_RERANKER_PROMPT.format(task, queries[query], documents[idx]) for query, idx in places]
-        return ScoreJob([*texts], Pooling(config.classifier), own, lambda values, _: _probability_of_yes(values))
+        return ScoreJob([*texts], Pooling(config.classifier), joint, lambda values, _: _probability_of_yes(values))
     if instruction is not None:
         raise UnsupportedFeature("instruction", "an embedding model has none; write it in front of the query")
     if config.head is not None:
@@ -127,14 +127,14 @@ def make_score_job(
             raise UnsupportedFeature("score", f"the model has {len(head.labels)} classes; a score needs one")
         pairs = [TextPair(queries[query], documents[idx]) for query, idx in places]
         return ScoreJob(
-            [*pairs], CLASSES, own, lambda values, _: class_scores(head, values, use_activation=use_activation)[0]
+            [*pairs], CLASSES, joint, lambda values, _: class_scores(head, values, use_activation=use_activation)[0]
         )
     config.check(PoolingParams())
     embedded = [(query, len(queries) + idx) for query, idx in places]
     similarity, normalize = SIMILARITIES[config.similarity], config.normalize
 
     def compare(query: Sequence[float], document: Sequence[float]) -> float:
-        return similarity(*(embedding_of(each, None, normalize=normalize) for each in (query, document)))
+        return similarity(*(embedding_of(vector, None, normalize=normalize) for vector in (query, document)))
 
     return ScoreJob([*queries, *documents], Pooling(kind=config.kind), embedded, compare)
 

@@ -72,7 +72,7 @@ class Submitter:
             engine.add_request(name, prompt, params, asked, arrival_s=arrival_s)
             self._metrics.on_request(params)
 
-        with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
+        with self.reserve(1) if place is None else contextlib.nullcontext(place) as reservation:
             asked = replace(options, lora_request=await self._adapters.ready(options.lora_request))
             if not isinstance(prompt, PreparedRequest):
                 special = options.add_special_tokens
@@ -83,7 +83,7 @@ class Submitter:
                 raise RequestError("the engine is shutting down and takes no new requests")
             name = f"request-{next(self._numbers)}-{self._name}" if request_id is None else request_id
             stream = Stream(name, add, asyncio.get_running_loop(), deliver, on_end, grammar=grammar)
-            held.take()
+            reservation.take()
             self._slots.put()
             self._thread.put(stream)
         # A command that the thread's final drain of the queue missed gets no answer: `has_ended` is set by then.

@@ -74,11 +74,11 @@ class DraftCosts:
         """Record the added cost of drafts, relative to the baseline."""
         size, rounded = num_seqs.bit_length(), max(1, round(depth / DEPTH_RESOLUTION)) * DEPTH_RESOLUTION
         costs = self._added.setdefault(size, {})
-        known = costs.get(rounded)
-        expected = self._added_at(size, depth) if known is None else known
+        cost = costs.get(rounded)
+        expected = self._added_at(size, depth) if cost is None else cost
         clipped = min(max(added, 0.0), MAX_RATIO * (1.0 + expected) - 1.0) * rounded / depth
-        costs[rounded] = _average(known, clipped)
-        if known is None:
+        costs[rounded] = _average(cost, clipped)
+        if cost is None:
             insort(self._depths.setdefault(size, []), rounded)
 
     def _added_at(self, size: int, depth: float) -> float:

@@ -106,12 +106,12 @@ class LoraMetrics(Collector):
         if adapters is None:
             return
         # Where one adapter has several names, the first name that was loaded is shown.
-        names = {each.slot: each.name for each in reversed(adapters.loaded)}
+        names = {adapter.slot: adapter.name for adapter in reversed(adapters.loaded)}
         running, waiting = set[str](), set[str]()
         for request in tuple(self._engine.scheduler.requests.values()):
             name = None if request.adapter is None else names.get(request.adapter)
             if name is not None:
-                is_running = any(each.status is SequenceStatus.RUNNING for each in tuple(request.sequences))
+                is_running = any(sequence.status is SequenceStatus.RUNNING for sequence in tuple(request.sequences))
                 (running if is_running else waiting).add(name)
         family = GaugeMetricFamily(
             self._name, "Adapters of running and waiting requests; the value is the time.", labels=LABELS

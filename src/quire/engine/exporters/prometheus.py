@@ -128,7 +128,7 @@ class Metrics:
         """Update the metrics with deltas of requests; called in order, when they are made."""
         now_s = self._clock()
         # Most deltas have further tokens of one sequence; deltas with equal times and counts are observed together.
-        waits: dict[tuple[float, int], int] = {}
+        gap_counts: dict[tuple[float, int], int] = {}
         for delta in deltas:
             live = self._live.get(delta.request_id)
             if live is None or delta.finished or len(delta.outputs) != 1:
@@ -141,11 +141,11 @@ class Metrics:
                 self._note_delta(delta, now_s)
                 continue
             key = last_s, num_tokens
-            waits[key] = waits.get(key, 0) + 1
+            gap_counts[key] = gap_counts.get(key, 0) + 1
             live.last_token_s[index] = now_s
             live.num_generated += num_tokens
             live.num_of_sample[index] += num_tokens
-        for (last_s, num_tokens), count in waits.items():
+        for (last_s, num_tokens), count in gap_counts.items():
             self._note_gaps(now_s - last_s, num_tokens, count)
 
     def _note_delta(self, delta: RequestOutput, now_s: float) -> None:
@@ -196,7 +196,7 @@ class Metrics:
         self._token_gaps.add(max(0.0, wait_s) / num_tokens, num_tokens * num_deltas)
 
     def _note_finish(self, live: _Live, delta: RequestOutput) -> None:
-        reason = next((known for known in FINISH_REASONS if known in live.reasons), "abort")
+        reason = next((candidate for candidate in FINISH_REASONS if candidate in live.reasons), "abort")
         self._success.labels(self._model_name, reason).inc()
         self._request_prompt_tokens.observe(len(delta.prompt_token_ids))
         self._request_generation_tokens.observe(live.num_generated)

@@ -33,7 +33,7 @@ def naming_conversation(idx: int, count: int) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        root, mark, rest = (error.field or "").partition("[")
+        root, mark, suffix = (error.field or "").partition("[")
         if root not in ("prompt", "messages"):
             raise
-        raise renamed(error, f"{name}{mark}{rest}", name if count > 1 else "") from None
+        raise renamed(error, f"{name}{mark}{suffix}", name if count > 1 else "") from None

@@ -133,14 +133,14 @@ class PromptReader(NamedTuple):
         return check_token_ids("prompt_token_ids", token_ids, self.vocab_size)
 
     def _read_mapping(self, prompt: Mapping[str, object], *, add_special_tokens: bool) -> TokenPrompt:
-        given = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+        names = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
         # Offsets of media count tokens, so they need a prompt of token ids.
-        known = {"prompt", "prompt_token_ids", *(("media",) if given == ["prompt_token_ids"] else ())}
-        if len(given) != 1 or set(prompt) - known:
+        allowed = {"prompt", "prompt_token_ids", *(("media",) if names == ["prompt_token_ids"] else ())}
+        if len(names) != 1 or set(prompt) - allowed:
             raise InvalidParameter("prompt", sorted(map(str, prompt)), _ALLOWED)
-        inner, media = prompt[given[0]], prompt.get("media")
-        if isinstance(inner, str) != (given[0] == "prompt"):
-            raise InvalidParameter(given[0], inner, "a string" if given[0] == "prompt" else "a list of token ids")
+        inner, media = prompt[names[0]], prompt.get("media")
+        if isinstance(inner, str) != (names[0] == "prompt"):
+            raise InvalidParameter(names[0], inner, "a string" if names[0] == "prompt" else "a list of token ids")
         whole = self.read(inner, add_special_tokens=add_special_tokens)
         if media is None:
             return whole
@@ -160,14 +160,14 @@ def check_token_ids(name: str, token_ids: Sequence[object], vocab_size: int) -> 
     Raises:
         InvalidParameter: a value is no token id; the error names the first.
     """
-    found: list[Any] = list(token_ids)
-    for start in range(0, len(found), CHECKED_AT_ONCE):
-        part = found[start : start + CHECKED_AT_ONCE]
+    ids: list[Any] = list(token_ids)
+    for start in range(0, len(ids), CHECKED_AT_ONCE):
+        part = ids[start : start + CHECKED_AT_ONCE]
         # Compiled loops first: most lists are valid.
         if not {*map(type, part)} <= {int} or not 0 <= min(part) <= max(part) < vocab_size:
-            wrong = next(each for each in part if type(each) is not int or not 0 <= each < vocab_size)
+            wrong = next(token_id for token_id in part if type(token_id) is not int or not 0 <= token_id < vocab_size)
             raise InvalidParameter(name, wrong, f"token ids from 0 to {vocab_size - 1}")
-    return found
+    return ids
 
 
 def too_long(error: TooManyTokens, limit: int, max_model_len: int) -> PromptTooLong:

@@ -83,10 +83,10 @@ class RequestBuilder:
         if isinstance(prompt, TextPair):
             read, second_start = self._prompts.read_pair(prompt, truncate_prompt_tokens)
             return PreparedRequest(read, TokenizedParams(), pooling._replace(second_start=second_start))
-        given: Prompt = prompt
+        single: Prompt = prompt
         if truncate_prompt_tokens is not None:
-            given = self._prompts.truncate(prompt, truncate_prompt_tokens, add_special_tokens=add_special_tokens)
-        return self.prepare(given, NO_SAMPLING, add_special_tokens=add_special_tokens)._replace(pooling=pooling)
+            single = self._prompts.truncate(prompt, truncate_prompt_tokens, add_special_tokens=add_special_tokens)
+        return self.prepare(single, NO_SAMPLING, add_special_tokens=add_special_tokens)._replace(pooling=pooling)
 
     def read(
         self,

@@ -184,7 +184,7 @@ def _prepare_each(prompts: Sequence[P], prepare: Callable[[P], PreparedRequest])
 
 def _chat_length(messages: object) -> int:
     """Return the number of characters of messages' contents (texts, or parts with texts); other types count as 0."""
-    contents = [each.get("content") for each in _as_list(messages) if isinstance(each, Mapping)]
+    contents = [message.get("content") for message in _as_list(messages) if isinstance(message, Mapping)]
     parts = chain.from_iterable(_as_list(content) or [content] for content in contents)
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
     return sum(len(text) for text in texts if isinstance(text, str))

@@ -116,10 +116,10 @@ def scan_blocks(scheduler: Scheduler) -> BlockScan:
     rows: dict[int, RequestRow] = {}
     waiting = scheduler.waiting[:MAX_WAITING]
     for sequence in (*scheduler.running, *scheduler.swapped, *waiting):
-        own = tuple(_tables_of(memory, sequence))
-        tables += own
+        sequence_tables = tuple(_tables_of(memory, sequence))
+        tables += sequence_tables
         row = rows.get(number_of(sequence.request)) or _row_of(sequence)
-        num_blocks = sum(len(table.block_ids) - table.block_ids.count(NULL_BLOCK) for table in own)
+        num_blocks = sum(len(table.block_ids) - table.block_ids.count(NULL_BLOCK) for table in sequence_tables)
         rows[row.number] = row._replace(num_blocks=row.num_blocks + num_blocks)
     queue = len(scheduler.running), len(scheduler.waiting), len(scheduler.swapped)
     return BlockScan(tuple(_pools_of(memory)), tuple(tables), tuple(rows.values()), memory.usage(), queue)
@@ -177,7 +177,7 @@ def _row_of(sequence: Sequence) -> RequestRow:
         status=sequence.status.value,
         num_prompt=request.num_prompt,
         num_computed=sequence.num_computed,
-        num_output=sum(each.num_output for each in request.sequences),
+        num_output=sum(sample.num_output for sample in request.sequences),
         num_cached=request.num_cached_tokens,
         hit_end=None if request.hit_end is None else request.hit_end.label,
         num_preemptions=request.num_preemptions,
@@ -199,7 +199,7 @@ def describe_block(scheduler: Scheduler, pool_idx: int, block_id: int, viewer: N
     tier, group_idx, group = tuple(groups_of(memory))[pool_idx]
     pool, size = group.pool, memory.block_size
     token_ids: list[int] | None = None
-    held: list[dict[str, Any]] = []
+    holders: list[dict[str, Any]] = []
     for sequence in (*scheduler.running, *scheduler.swapped):
         namespace = sequence.request.namespace
         if viewer.tenant not in (None, namespace.tenant):
@@ -208,7 +208,7 @@ def describe_block(scheduler: Scheduler, pool_idx: int, block_id: int, viewer: N
         table = state.tables_on(tier)[group_idx]
         if block_id in table:
             start = table.index(block_id) * size
-            held.append({"number": number_of(sequence.request), "sample": sequence.sample_idx, "first_token": start})
+            holders.append({"number": number_of(sequence.request), "sample": sequence.sample_idx, "first_token": start})
             if namespace._replace(adapter=None) == viewer:
                 token_ids = sequence.tokens[start : min(start + size, state.num_slots)]
     position = pool.index.position_of(block_id)
@@ -220,7 +220,7 @@ def describe_block(scheduler: Scheduler, pool_idx: int, block_id: int, viewer: N
         if root.name == viewer.serialise():
             # Entries of media follow the tokens.
             token_ids = array("I", node.content(at)[: size * TOKEN_BYTES]).tolist()
-    is_own = viewer.tenant is None or bool(held)
+    is_own = viewer.tenant is None or bool(holders)
     pins = [name for name in memory.pins.names() if block_id in memory.pins.blocks_of(name, group_idx)]
     return {
         "tier": tier.name.lower(),
@@ -228,7 +228,7 @@ def describe_block(scheduler: Scheduler, pool_idx: int, block_id: int, viewer: N
         "block": block_id,
         "holders": pool.ref_counts[block_id] if is_own else None,
         "is_published": position is not None if is_own else None,
-        "held_by": held,
+        "held_by": holders,
         "pins": pins if viewer.tenant is None and tier is Tier.DEVICE else [],
         "token_ids": token_ids,
     }

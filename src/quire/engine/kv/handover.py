@@ -48,7 +48,7 @@ class HandOver:
             return
         if len(self._open) >= MOST_OPEN:
             names = set(running)
-            self._open = {name: known for name, known in self._open.items() if name in names}
+            self._open = {name: open_request for name, open_request in self._open.items() if name in names}
         self._open[request.request_id] = request
 
     def finish(

@@ -110,8 +110,8 @@ class KVEventSource:
         """Publish that blocks were deleted from disk."""
         with self._lock:
             medium = MEDIA[Tier.DISK]
-            known = [block for block in blocks if self._on_disk.pop(block, None) is not None]
-            events: list[KVEvent] = [BlockRemoved((hash_of(digest),), medium, group) for group, digest in known]
+            removed = [block for block in blocks if self._on_disk.pop(block, None) is not None]
+            events: list[KVEvent] = [BlockRemoved((hash_of(digest),), medium, group) for group, digest in removed]
             if events:
                 self._publisher.publish(events)
 

@@ -32,8 +32,8 @@ class PinReport(NamedTuple):
 
     def of_tenant(self, tenant: str) -> PinReport:
         """Return the report with the pins of one tenant only."""
-        own = _key("", tenant)
-        return self._replace(tokens={name: count for name, count in self.tokens.items() if name.startswith(own)})
+        key_prefix = _key("", tenant)
+        return self._replace(tokens={name: count for name, count in self.tokens.items() if name.startswith(key_prefix)})
 
 
 class PrefixPins:
@@ -68,7 +68,7 @@ class PrefixPins:
             raise InvalidParameter("name", name, "a name that is not in use; unpin that prefix first")
         block_size = self._config.block_size
         tokens, _, media = self._prompts.read(prompt)
-        whole, spans = tokens[: len(tokens) // block_size * block_size], [each.span for each in media]
+        whole, spans = tokens[: len(tokens) // block_size * block_size], [item.span for item in media]
         if not whole:
             raise InvalidParameter("prompt", f"{len(tokens)} tokens", f"at least a block of {block_size} tokens long")
         # A hit leaves the last token to compute, so one is appended.

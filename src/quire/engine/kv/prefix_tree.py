@@ -89,10 +89,10 @@ class _TreeScanner:
         self._segments: list[Segment] = []
 
     def scan(self) -> TreeScan:
-        own = self._viewer.serialise()
+        viewer_name = self._viewer.serialise()
         for name, root in reversed(self._tree.roots.items()):
             if self._viewer.tenant in (None, Namespace.deserialise(name).tenant):
-                self._push(root, 0, None, is_own=name == own)
+                self._push(root, 0, None, is_own=name == viewer_name)
         while self._heap:
             _, _, parent, is_own, node = heapq.heappop(self._heap)
             self._add_segments(node, parent, is_own=is_own)
@@ -136,5 +136,5 @@ class _TreeScanner:
         """Return the greatest reference count at a position, the first pool with a block there, and that block."""
         blocks = [pool.index.at((node, position)) for pool in self._pools]
         holders = max(pool.ref_counts[block_id] for pool, block_id in zip(self._pools, blocks, strict=True))
-        found = next((idx for idx, block_id in enumerate(blocks) if block_id != NULL_BLOCK), None)
-        return holders, found, NULL_BLOCK if found is None else blocks[found]
+        pool_idx = next((idx for idx, block_id in enumerate(blocks) if block_id != NULL_BLOCK), None)
+        return holders, pool_idx, NULL_BLOCK if pool_idx is None else blocks[pool_idx]

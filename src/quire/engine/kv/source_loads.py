@@ -146,10 +146,10 @@ class SourceLoads:
         """Ask the current source for the records of the longest hit; return False if it has none of them."""
         assert search.inquiry is not None
         assert search.current is not None
-        store, found = self._store, search.inquiry.records
+        store, records = self._store, search.inquiry.records
 
         def is_there(block: StoredBlock) -> bool:
-            return store.holds(block) or record_key(store.identity, block) in found
+            return store.holds(block) or record_key(store.identity, block) in records
 
         loads = self._disk_tier.find_loads(sequence.chain, is_there, sequence.request.hit_limit).loads
         wanted, num_bytes = [], 0
@@ -159,7 +159,7 @@ class SourceLoads:
                 if num_bytes > MOST_READ_BYTES:
                     break
                 wanted.append(load.block)
-        search.current.pool.counters.num_misses += len(search.inquiry.keys) - len(found)
+        search.current.pool.counters.num_misses += len(search.inquiry.keys) - len(records)
         if not wanted:
             return False
         search.inquiry = search.current.pool.ask(self._keys_of(wanted), with_records=True)

@@ -34,17 +34,17 @@ class BeamTexts:
         if not self._request.params.stop:
             return tuple(candidates)
         self._candidates.clear()
-        found = []
+        with_stops = []
         for rank, candidate in enumerate(candidates):
             beam = beams[candidate.parent_idx]
             text = self._candidates[rank] = self._text_of(beam).fork()
             end = end_of_tokens(beam, candidate.token_id)
             is_end_token = end is not None and end[0] is FinishReason.STOP
             _, stop = text.take((candidate.token_id,), beam.num_output + 1, is_end_token=is_end_token)
-            found.append(candidate if stop is None else candidate._replace(stop=stop))
+            with_stops.append(candidate if stop is None else candidate._replace(stop=stop))
         # Only the texts of chosen candidates are needed from here on; see `choose`.
         self._texts.clear()
-        return tuple(found)
+        return tuple(with_stops)
 
     def choose(self, sample_idx: int, rank: int) -> None:
         """Record that a candidate of the last step became the beam with a sample index."""

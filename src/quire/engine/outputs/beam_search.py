@@ -79,11 +79,11 @@ class BeamSearchOutput:
 
 def beam_outputs(outputs: Iterable[RequestOutput]) -> list[BeamSearchOutput]:
     """Convert the outputs of `LLM.generate` with a beam width."""
-    found = []
+    results = []
     for output in outputs:
         if output.error is not None:
             raise RequestFailed(output.error)
-        found.append(
+        results.append(
             BeamSearchOutput(
                 [
                     BeamSearchSequence(
@@ -98,4 +98,4 @@ def beam_outputs(outputs: Iterable[RequestOutput]) -> list[BeamSearchOutput]:
                 ]
             )
         )
-    return found
+    return results

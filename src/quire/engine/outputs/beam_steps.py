@@ -37,9 +37,9 @@ class BeamSteps:
     def advance(self, groups: Sequence[BeamGroup], candidates: Sequence[tuple[Candidate, ...]]) -> AdvancedBeams:
         """Apply the candidates of a step after the results of its items."""
         beams = [beams_of(group, self._scheduler.sequences) for group in groups]
-        found = [self._with_stops(*pair) for pair in zip(beams, candidates, strict=True)]
+        with_stops = [self._with_stops(*pair) for pair in zip(beams, candidates, strict=True)]
         num_generated, ended = 0, dict[str, RequestState]()
-        for _, beam, edit, _ in self._scheduler.advance_beams(groups, found):
+        for _, beam, edit, _ in self._scheduler.advance_beams(groups, with_stops):
             request_id = beam.request.request_id
             state = self._outputs.states[request_id]
             if isinstance(edit, Append):

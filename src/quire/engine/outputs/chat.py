@@ -24,10 +24,10 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
 
 
 def explained(
-    error: InvalidParameter, use: ToolUse, each: Sequence[SamplingParams], asked: Sequence[SamplingParams]
+    error: InvalidParameter, use: ToolUse, all_params: Sequence[SamplingParams], asked: Sequence[SamplingParams]
 ) -> InvalidParameter:
     """Return an error with the field and the value that the client sent."""
-    for params, with_grammar in zip(each, asked, strict=True):
+    for params, with_grammar in zip(all_params, asked, strict=True):
         wanted = with_grammar.structured_outputs
         if wanted is not None and wanted.source.text == error.value:
             return use.explain(error, wanted.source.text, params.structured_outputs)
@@ -44,12 +44,12 @@ def add_calls(outputs: Iterable[RequestOutput], use: ToolUse) -> None:
             sample.finish_reason = calls.finish_reason(sample.finish_reason)
 
 
-def with_reasoning(each: Sequence[SamplingParams], model: ReasoningModel | None) -> Sequence[SamplingParams]:
+def with_reasoning(all_params: Sequence[SamplingParams], model: ReasoningModel | None) -> Sequence[SamplingParams]:
     """Return sampling parameters under which reasoning can be told from the answer."""
     if model is None:
-        return each
+        return all_params
     read: dict[int, SamplingParams] = {}
-    for params in each:
+    for params in all_params:
         if not isinstance(params, SamplingParams):
             raise InvalidParameter("sampling_params", params, "SamplingParams")
         if id(params) not in read:
@@ -57,7 +57,7 @@ def with_reasoning(each: Sequence[SamplingParams], model: ReasoningModel | None)
             kept = (*params.kept_special_ids, *needed.pop("kept_special_ids"))
             read[id(params)] = replace(params, kept_special_ids=kept, **needed)
     # Conversations with the same parameters share them: their strings are tokenized once.
-    return [read[id(params)] for params in each]
+    return [read[id(params)] for params in all_params]
 
 
 def add_reasoning(outputs: Iterable[RequestOutput], model: ReasoningModel | None) -> None:

@@ -122,26 +122,26 @@ class PromptLogprobs(Sequence[PositionLogprobs | None]):
     """The log probabilities of the tokens of a prompt; None for the first token, which has no predecessor.
 
     Args:
-        known: log probabilities of the other tokens.
+        flat: log probabilities of the other tokens.
     """
 
-    __slots__ = ("known",)
+    __slots__ = ("flat",)
 
-    def __init__(self, known: FlatLogprobs) -> None:
-        self.known = known
+    def __init__(self, flat: FlatLogprobs) -> None:
+        self.flat = flat
 
     def add(self, positions: Iterable[TokenLogprobs]) -> None:
         """Add positions."""
         for position in positions:
-            self.known.append(position)
+            self.flat.append(position)
 
     def measured(self) -> Iterator[TokenLogprobs | None]:
         """Yield the positions as they were measured, without the texts of tokens."""
         yield None
-        yield from self.known.measured()
+        yield from self.flat.measured()
 
     def __len__(self) -> int:
-        return 1 + len(self.known)
+        return 1 + len(self.flat)
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> PositionLogprobs | None: ...
@@ -150,7 +150,7 @@ class PromptLogprobs(Sequence[PositionLogprobs | None]):
     def __getitem__(self, index: SupportsIndex | slice) -> PositionLogprobs | list[PositionLogprobs | None] | None:
         indices = range(len(self))[index]
         if isinstance(indices, int):
-            return self.known[indices - 1] if indices else None
+            return self.flat[indices - 1] if indices else None
         return [self[index] for index in indices]
 
     def __eq__(self, other: object) -> bool:

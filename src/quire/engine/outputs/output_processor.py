@@ -31,11 +31,11 @@ class BestOf:
     def add(self, deltas: Iterable[CompletionOutput]) -> None:
         """Merge the deltas of some samples."""
         for output in deltas:
-            known = self._samples.get(output.index)
-            if known is None:
+            sample = self._samples.get(output.index)
+            if sample is None:
                 self._samples[output.index] = output
             else:
-                known.add(output)
+                sample.add(output)
 
     def best(self) -> tuple[list[CompletionOutput], int]:
         """Return the samples with the highest mean log probability, best first, and the token count of the others."""
@@ -278,11 +278,13 @@ class OutputProcessor:
             with_progress: True to include unfinished requests with `final_only`; else they have one output, at the end.
         """
         if with_progress:
-            begun = {name: each for name, each in self.states.items() if each.final_only and each.metrics.first_token_s}
+            begun = {
+                name: state for name, state in self.states.items() if state.final_only and state.metrics.first_token_s
+            }
             self.updated |= begun
         updated = self.updated
         # The first output of a request, and one that ends a sample, are never held back.
-        is_due = (each.has_ended or each.metrics.first_token_s is None for each in updated.values())
+        is_due = (state.has_ended or state.metrics.first_token_s is None for state in updated.values())
         if may_hold is not None and may_hold() and not any(is_due):
             return []
         self.updated = {}

@@ -137,11 +137,11 @@ class RequestOutput:
         """Merge a later delta of the same request into this output."""
         by_index = {output.index: output for output in self.outputs}
         for output in delta.outputs:
-            known = by_index.get(output.index)
-            if known is None:
+            sample = by_index.get(output.index)
+            if sample is None:
                 self.outputs.append(output)
             else:
-                known.add(output)
+                sample.add(output)
         self.outputs.sort(key=lambda output: output.index)
         self.finished = delta.finished
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
