@@ -76,12 +76,15 @@ class CapturedSteps:
         self.num_replayed += 1
         return ladder.run(rows, builder, adapted, counts)
 
+    def forget_rows(self) -> None:
+        """Forget the last step's block tables: a step that is not replayed as a whole may change them."""
+        if self.ladder is not None:
+            self.ladder.forget_rows()
+
     def replay_pieces(
         self, items: Sequence[ScheduledSequence], builder: BatchBuilder, adapters: AdapterRows, groups: range
     ) -> Tensor | None:
         """Replay the pieces of a step between attention; return the hidden states of all rows, or None as `replay`."""
-        if self.ladder is not None:
-            self.ladder.forget_rows()
         pieces, adapted = self.pieces, adapters.by_sequence
         if pieces is None or (adapted and any(item.seq_id in adapted for item in items)):
             return None

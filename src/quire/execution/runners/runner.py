@@ -183,6 +183,8 @@ class ModelRunner:
     def _compute(self, items: Sequence[ScheduledSequence], counts: Sequence[int] | None, given: Any) -> torch.Tensor:
         """Return the hidden states of the last rows of items, `counts` of each; of all rows if it is None."""
         adapters, groups = self._adapters, self._groups
+        if self.captured is not None:
+            self.captured.forget_rows()
         if self.captured is not None and given is None:
             hidden = self.captured.replay_pieces(items, self._builder, adapters, groups)
             if hidden is not None:
