@@ -65,8 +65,10 @@ async def test_streams_run_side_by_side_and_add_up(llm: AsyncLLM) -> None:
 @scenario
 async def test_a_slow_reader_finds_one_output_with_all_that_it_missed(llm: AsyncLLM) -> None:
     whole = await text_of(llm, STORIES[0], greedy(logprobs=2))
-    stream = llm.generate(STORIES[0], greedy(logprobs=2))
-    first = await anext(stream)
+    first = None
+    while first is None or first.finished:  # on a busy machine, the first output may have all
+        stream = llm.generate(STORIES[0], greedy(logprobs=2))
+        first = await anext(stream)
     assert await idle(llm)
     await llm.inspect(lambda _: None)  # the last step has freed its blocks, and has sent its output only now
     (rest,) = [output async for output in stream]
