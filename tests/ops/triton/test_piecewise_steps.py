@@ -57,7 +57,7 @@ def test_steps_of_any_kind(tmp_path: Path) -> None:
             outputs = [each for one in params for each in llm.generate(prompts, one, use_tqdm=False)]
             embedded = llm.embed(prompts, use_tqdm=False)
             if options:
-                assert llm.engine.executor._runner.captured.num_replayed_in_pieces > 4  # type: ignore[attr-defined]
+                assert llm.engine.executor._runner.captured.num_replayed_in_pieces >= 4  # type: ignore[attr-defined]
         measured = [output.prompt_logprobs for output in outputs if output.prompt_logprobs]
         logprobs = [one.logprob for of in measured for each in of if each for one in each.values()]
         tokens = [[sample.token_ids for sample in output.outputs] for output in outputs]
