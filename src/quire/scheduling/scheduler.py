@@ -112,10 +112,11 @@ class Scheduler:
             order=order,
             whole_prompts=whole_prompts,
         )
-        self.plans_ahead, self._ahead, self.microbatches = plans_ahead, None, None
         queues, sequences, admission = self._queues, self.sequences, self._admission
+        self._ahead: PlansAhead | None = None
         if plans_ahead:
             self._ahead = PlansAhead(memory, queues, sequences, self.drafts, admission, self._plan_as_it_is)
+        self.microbatches: Microbatches | None = None
         if num_microbatches is not None:
             self.microbatches = Microbatches(
                 num_microbatches, max_num_seqs, queues, sequences, admission, self._plan_step
@@ -169,6 +170,11 @@ class Scheduler:
         if plan is not None:
             self.observer.planned(plan)
         return plan
+
+    @property
+    def plans_ahead(self) -> bool:
+        """True if the scheduler plans a step before the results of the previous step are read."""
+        return self._ahead is not None
 
     @property
     def draws_on_device(self) -> bool:

@@ -185,8 +185,7 @@ class ModelRunner:
         adapters, groups = self._adapters, self._groups
         if self.captured is not None:
             self.captured.forget_rows()
-        if self.captured is not None and given is None:
-            hidden = self.captured.replay_pieces(items, self._builder, adapters, groups)
+            hidden = None if given is not None else self.captured.replay_pieces(items, self._builder, adapters, groups)
             if hidden is not None:
                 return hidden if counts is None else select_rows(hidden, end_rows(items, counts))
         batch = self._builder.lay_out(items, groups)

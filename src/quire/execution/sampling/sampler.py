@@ -164,14 +164,17 @@ class Sampler:
             return self._take_runs(items, self._rows.draw(logits, rows, positions))
         if not self._on_host and (isinstance(items, DecodeItems) or max(map(_NUM_SAMPLES, items)) == 1):
             return self._take(self._rows.draw(logits, items, positions))
-        own = [row for row, item in enumerate(items) if self._can_draw(item)]
-        if len(own) == len(items):
+        on_device: list[int] = []
+        on_host: list[int] = []
+        for row, item in enumerate(items):
+            (on_device if self._can_draw(item) else on_host).append(row)
+        if not on_host:
             return self._take(self._rows.draw(logits, items, positions))
-        others = [row for row in range(len(items)) if row not in set(own)]
-        results = dict(zip(others, self._sample_on_host(logits[others], [items[row] for row in others]), strict=True))
-        if own:
-            drawn = self._rows.draw(logits[own], [items[row] for row in own])
-            results |= dict(zip(own, self._take(drawn), strict=True))
+        host_results = self._sample_on_host(logits[on_host], [items[row] for row in on_host])
+        results = dict(zip(on_host, host_results, strict=True))
+        if on_device:
+            drawn = self._rows.draw(logits[on_device], [items[row] for row in on_device])
+            results |= dict(zip(on_device, self._take(drawn), strict=True))
         return [results[row] for row in range(len(items))]
 
     def _can_draw(self, item: ScheduledSequence) -> bool:
