@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -77,7 +78,7 @@ class StageLink(Protocol):
         """Release the resources of the link."""
 
 
-class DeviceTransport:
+class DeviceTransport(ABC):
     """A `Transport` of tensors on a device; it passes messages and tensors in host memory to the transport `host`."""
 
     def __init__(self, host: Transport, device: torch.device, name: str) -> None:
@@ -93,9 +94,9 @@ class DeviceTransport:
         """See `Transport`."""
         return self._host.gather(part, widths)
 
+    @abstractmethod
     def broadcast(self, x: Tensor) -> None:
         """Overwrite `x` with rank 0's `x`; it is contiguous and has the same shape and dtype on all ranks."""
-        raise NotImplementedError
 
     def send(self, message: Any) -> None:
         """See `Transport`."""
@@ -145,4 +146,4 @@ def gather_columns(
     gather([] if parts is None else [parts], [padded])
     if parts is None:
         return None
-    return torch.cat([padded[:, :width] for padded, width in zip(parts, widths, strict=True)], 1)
+    return torch.cat([columns[:, :width] for columns, width in zip(parts, widths, strict=True)], 1)

@@ -111,11 +111,9 @@ class Transaction:
         return evicted
 
     def _remove(self, key: bytes) -> bool:
-        use = self._txn.get(key, db=self._tables[USES])
-        if use is None:
+        num_bytes = self._leave_order(key)
+        if num_bytes is None:
             return False
-        moment, num_bytes = _PAIR.unpack(use)
-        self._txn.delete(NUMBER.pack(moment), db=self._tables[ORDER])
         self._txn.delete(key, db=self._tables[USES])
         self._txn.delete(key, db=self._tables[RECORDS])
         self._count(key, -1, -num_bytes)
@@ -123,13 +121,20 @@ class Transaction:
 
     def _touch(self, key: bytes) -> bool:
         """Mark a record as the most recently used; return False for an unknown key."""
-        use = self._txn.get(key, db=self._tables[USES])
-        if use is None:
+        num_bytes = self._leave_order(key)
+        if num_bytes is None:
             return False
-        moment, num_bytes = _PAIR.unpack(use)
-        self._txn.delete(NUMBER.pack(moment), db=self._tables[ORDER])
         self._add_use(key, num_bytes)
         return True
+
+    def _leave_order(self, key: bytes) -> int | None:
+        """Delete a record's last use from `order`; return its bytes on disk, None for an unknown key."""
+        use = self._txn.get(key, db=self._tables[USES])
+        if use is None:
+            return None
+        moment, num_bytes = _PAIR.unpack(use)
+        self._txn.delete(NUMBER.pack(moment), db=self._tables[ORDER])
+        return int(num_bytes)
 
     def _add_use(self, key: bytes, num_bytes: int) -> None:
         self._moment += 1

@@ -73,7 +73,10 @@ class Written(NamedTuple):
 
 
 class RecordSource(Protocol):
-    """An adapter to records of blocks: a file, or a connection that one thread uses at a time."""
+    """An adapter to records of blocks: a file, or a connection that one thread uses at a time.
+
+    Those that this engine writes to also have `put(batch: WriteBatch) -> Written`, which a `WriteQueue` calls.
+    """
 
     def find(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the keys that the source has, in their order."""
@@ -83,13 +86,6 @@ class RecordSource(Protocol):
 
     def close(self) -> None:
         """Close the file or the connection."""
-
-
-class RecordStore(RecordSource, Protocol):
-    """A source that this engine writes to."""
-
-    def put(self, batch: WriteBatch) -> Written:
-        """Make the changes of a batch; records that exist already are not written again."""
 
 
 class SlowSource(RecordSource, Protocol):
