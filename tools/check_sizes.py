@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.count_import_cycles import import_graph
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src", "tools", "tests", "benchmarks")
 KERNELS = ROOT / "src" / "quire" / "ops" / "native"
@@ -104,29 +106,16 @@ def folder_excesses(package: Path) -> Iterator[Excess]:
             yield Excess(name, count, FOLDER_BUDGET, "modules")
 
 
-def imports_of(source: str) -> set[str]:
-    """Return the names that a file imports, and those of their modules."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            found |= {node.module, *(f"{node.module}.{item.name}" for item in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {item.name for item in node.names}
-    return found
-
-
 def tiny_modules(root: Path) -> Iterator[str]:
     """Yield a line for each small module of the package `quire` in a folder that one other module imports."""
-    sources = {
-        path.relative_to(root).with_suffix("").as_posix().replace("/", "."): path.read_text(encoding="utf-8")
-        for path in sorted(root.rglob("*.py"))
-    }
-    imports = {name: imports_of(source) for name, source in sources.items()}
-    for name, source in sources.items():
-        count, folder = len(source.splitlines()), name.rpartition(".")[0].partition(".")[2].replace(".", "/")
-        if count >= LEAST_LINES or name.endswith("__init__") or folder in TABLES:
+    graph = import_graph(root, "quire", in_functions=True)
+    for path in sorted((root / "quire").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        name, folder = ".".join(parts), "/".join(parts[1:-1])
+        count = len(path.read_text(encoding="utf-8").splitlines())
+        if count >= LEAST_LINES or parts[-1] == "__init__" or folder in TABLES:
             continue
-        users = [user.removesuffix(".__init__") for user, names in imports.items() if name in names]
+        users = [user for user, names in graph.items() if name in names]
         if len(users) == 1:
             yield f"small: {name}: {count} lines (least {LEAST_LINES}), imported by {users[0]} alone"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
@@ -17,23 +17,27 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 Graph = Mapping[str, set[str]]
 
 
-def import_graph(source: Path, package: str) -> Graph:
+def import_graph(source: Path, package: str, *, in_functions: bool = False) -> Graph:
     """Return the modules that each module of a package imports.
 
     Args:
         source: folder that contains the package.
         package: name of the package.
+        in_functions: True to count imports in functions as well.
     """
     paths = {_module_name(path, source): path for path in sorted((source / package).rglob("*.py"))}
-    return {name: set(_imports(name, path, paths)) for name, path in paths.items()}
+    walk = ast.walk if in_functions else _outside_functions
+    return {name: set(_imports(name, path, paths, walk)) for name, path in paths.items()}
 
 
 def _module_name(path: Path, source: Path) -> str:
     return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _imports(module: str, path: Path, paths: Mapping[str, Path]) -> Iterator[str]:
-    for node in _outside_functions(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+def _imports(
+    module: str, path: Path, paths: Mapping[str, Path], walk: Callable[[ast.AST], Iterable[ast.AST]]
+) -> Iterator[str]:
+    for node in walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in paths)
         elif isinstance(node, ast.ImportFrom):
