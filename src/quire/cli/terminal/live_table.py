@@ -123,7 +123,6 @@ class MemoryWatch:
         self._llm = llm
         self._start_s = time.perf_counter()
         self._before = llm.stats
-        self._num_steps_seen = self._before.num_steps
         self.peak_blocks = 0
 
     def over(self, deltas: Iterable[RequestOutput]) -> Iterable[RequestOutput]:

@@ -40,7 +40,6 @@ class _Normaliser:
     def __init__(self, root: Node, *, is_closed: bool, is_strict: bool, abilities: Abilities) -> None:
         self.abilities = abilities
         self.is_closed = is_closed
-        self._wants_closed = is_closed
         self._is_strict = is_strict
         self._root = root
         self._expander = Expander(Document(root), self.drop)
