@@ -1,42 +1,23 @@
-"""The proxy's application: it forwards every request, if it has a prompt to the server that the router chooses.
-
-```
- a prompt           the router's server; if it fails before the first byte, the next one
- all servers' state every server: adapters, pins, resets; the answer is the first error, or else the first answer
- all others         a server that takes requests
- /router/...        the proxy itself
-```
-"""
+"""The proxy's application: its own routes (`/router/...`, `/health`, `/metrics`); it forwards all other requests."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.fleet.proxy.exchange import Answer, BodyBudget, Exchange
+from quire.fleet.proxy.exchange import BodyBudget
 from quire.fleet.proxy.fleet import Fleet
+from quire.fleet.proxy.forwarding import Forwarder
 from quire.fleet.proxy.metrics import ProxyMetrics
-from quire.fleet.proxy.prompts import PATHS, RoutedPrompts
-from quire.fleet.proxy.replica import Replica
+from quire.fleet.proxy.prompts import RoutedPrompts
 from quire.fleet.proxy.streams import fields_of
-from quire.fleet.proxy.upstream import UpstreamLost
-from quire.fleet.routing.router import Route
-from quire.server.requests.errors import ApiError, unavailable
+from quire.server.requests.errors import ApiError
 from quire.server.state.auth import check_operator
-
-# Routes that change the state of every server.
-BROADCAST: Final = frozenset(
-    {
-        *("/reset_prefix_cache", "/pin_prefix", "/unpin_prefix"),
-        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    }
-)
 
 
 class Proxy:
@@ -48,8 +29,9 @@ class Proxy:
         self._fleet = fleet
         self._bodies = BodyBudget(max_body_bytes)
         self._has_operators = has_operators
-        self._prompts = RoutedPrompts(fleet.ask_for_tokens, tenant_header)
         self.metrics = ProxyMetrics(lambda: {name: replica.describe() for name, replica in fleet.replicas.items()})
+        prompts = RoutedPrompts(fleet.ask_for_tokens, tenant_header)
+        self._forwarder = Forwarder(fleet, prompts, self.metrics)
         self.num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,12 +43,7 @@ class Proxy:
                 await (await self._own(scope, receive))(scope, receive, send)
                 return
             async with self._bodies.open(scope, receive, send) as exchange:
-                if path in BROADCAST and scope["method"] == "POST":
-                    await self._broadcast(exchange)
-                elif path in PATHS and scope["method"] == "POST":
-                    await self._route(exchange)
-                else:
-                    await self._pass_on(exchange)
+                await self._forwarder.forward(exchange)
         finally:
             self.num_requests -= 1
 
@@ -95,90 +72,6 @@ class Proxy:
             replica.update()
             return _json(replica.describe())
         raise ApiError(404, f"there is no such route: {method} {path[:200]}", code="not_found")
-
-    # ---- forwarded requests ----
-
-    async def _route(self, exchange: Exchange) -> None:
-        """Send a request to the best server in the router's order; if it fails, to the next."""
-        loop = asyncio.get_running_loop()
-        started_s = loop.time()
-        request = await self._prompts.request_of(exchange)
-        tried: list[str] = []
-        while True:
-            self._fleet.refresh()
-            route = self._fleet.router.route(request, loop.time(), tried)
-            if route is None:
-                await exchange.give_up(bool(tried))
-                return
-            if not tried:
-                self.metrics.choose_s.observe(loop.time() - started_s)
-                self.metrics.prompt_tokens.inc(route.num_tokens)
-                self.metrics.hit_tokens.inc(route.hit.num_tokens)
-            try:
-                if await self._attempt(exchange, self._fleet.replicas[route.replica], route):
-                    return
-            finally:
-                self._fleet.router.end(route)
-            tried.append(route.replica)
-            self.metrics.retries.inc()
-
-    async def _pass_on(self, exchange: Exchange) -> None:
-        """Send a request without a cacheable prompt to the server with the fewest requests; if it fails, to the next.
-
-        GET requests go to the first server, because the parts of a page belong together.
-        """
-        replicas = self._fleet.available()
-        if exchange.method == "GET":
-            replicas = [replica for replica in self._fleet.replicas.values() if replica in replicas]
-        for replica in replicas:
-            if await self._attempt(exchange, replica):
-                return
-        await exchange.give_up(bool(replicas))
-
-    async def _broadcast(self, exchange: Exchange) -> None:
-        """Send a request to every server that is up; answer with the first error, or else the first answer."""
-        replicas = [replica for replica in self._fleet.replicas.values() if replica.is_up]
-        chosen: Answer | None = None
-        name = ""  # of the server whose answer is chosen
-        try:
-            for replica in replicas:
-                try:
-                    response = await exchange.send_to(replica.upstream)
-                except UpstreamLost as error:
-                    replica.fail(str(error))
-                    why = f"{replica.name} was lost, those before it have done it: {error}"
-                    raise unavailable(why, "replica_lost") from error
-                if chosen is None or (chosen.status < 400 <= response.status):
-                    chosen, response, name = response, chosen, replica.name
-                if response is not None:
-                    response.close()
-            if chosen is None:
-                await exchange.give_up(False)
-            else:
-                await exchange.relay(chosen, name)
-        finally:
-            if chosen is not None:
-                chosen.close()
-
-    async def _attempt(self, exchange: Exchange, replica: Replica, route: Route | None = None) -> bool:
-        """Have a server answer a request; return False if another server may still answer it."""
-
-        def on_stream() -> None:
-            if route is not None:
-                self._fleet.router.on_first_token(route, asyncio.get_running_loop().time())
-
-        replica.num_in_flight += 1
-        end = "left"
-        try:
-            end = await exchange.attempt(
-                replica.upstream, lambda: replica.name, on_stream, lambda error: replica.fail(str(error))
-            )
-            if end == "answered":
-                replica.succeed()
-        finally:
-            replica.num_in_flight -= 1
-            self.metrics.requests.labels(replica.name, end).inc()
-        return end not in ("lost", "busy")
 
 
 def _parse(body: bytes) -> Mapping[str, Any]:

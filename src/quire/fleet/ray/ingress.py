@@ -24,8 +24,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.fleet.proxy.app import BROADCAST
 from quire.fleet.proxy.exchange import BodyBudget, Exchange
+from quire.fleet.proxy.forwarding import BROADCAST
 from quire.fleet.proxy.metrics import ProxyMetrics
 from quire.fleet.proxy.prompts import PATHS, RoutedPrompts
 from quire.fleet.proxy.upstream import UpstreamLost
