@@ -55,6 +55,35 @@ def test_a_chat_is_answered_as_by_openais_route(server: ServerProcess) -> None:
     assert set(last) == set(answer)
 
 
+# The routes that read a body.
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {**PLAIN, "stream": False},
+    GENERATE: {"prompt": "hi", "stream": False, "options": GREEDY},
+    "/api/show": {"model": "tiny"},
+    "/api/embed": {"input": "hi"},
+    "/api/embeddings": {"prompt": "hi"},
+}
+FORM = "application/x-www-form-urlencoded"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_program_may_leave_the_content_type_out_and_a_web_page_may_not(server: ServerProcess, path: str) -> None:
+    raw = json.dumps(BODIES[path])
+    for headers in ({}, {"content-type": FORM}, {"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin"}):
+        response = server.http.post(path, content=raw, headers=headers)
+        assert response.status_code == 200, (headers, response.text)
+    own = {"origin": server.url}
+    pages: list[dict[str, str]] = [{"origin": "https://evil.example"}, {"origin": "null"}, own]
+    pages += [{"sec-fetch-site": value} for value in ("cross-site", "same-site", "unheard-of")]
+    for headers in pages:
+        for kind in ({}, {"content-type": FORM}, {"content-type": "text/plain"}):
+            response = server.http.post(path, content=raw, headers={**headers, **kind})
+            assert response.status_code == 415, (headers, kind, response.text)
+            assert response.json()["error"].startswith("the content type must be application/json, got ")
+    response = server.http.post(path, content=raw, headers={"content-type": "application/json", **own})
+    assert response.status_code == 200
+
+
 def test_a_prompt_is_a_conversation_or_as_it_is(server: ServerProcess) -> None:
     turns = [{"role": "system", "content": "Be brief."}, *USER]
     text = whole(server, CHAT, {**PLAIN, "messages": turns})["message"]["content"]

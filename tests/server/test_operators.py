@@ -156,7 +156,8 @@ def test_a_tenant_sees_only_its_own_and_may_not_reset(gated: ServerProcess) -> N
 
 def test_a_page_of_another_site_cannot_reset_anything(server: ServerProcess) -> None:
     foreign = {"Origin": "https://evil.example"}
-    for headers in (foreign, foreign | {"Content-Type": "text/plain"}, {"Origin": "null"}):
+    fetched = {"Sec-Fetch-Site": "cross-site"}
+    for headers in (foreign, foreign | {"Content-Type": "text/plain"}, {"Origin": "null"}, fetched):
         refused = server.http.post("/reset_prefix_cache", headers=headers)
         assert (refused.status_code, check_form(refused.text, 415)["code"]) == (415, "unsupported_media_type")
     # A browser sends this type only after a preflight request, which is refused.

@@ -13,7 +13,7 @@ from quire.memory.results import TokenAccount
 from quire.memory.usage import HostUsage, Usage
 from quire.scheduling.stats import metrics_of
 from quire.server.generation.generation import json_response
-from quire.server.requests.body import check_json
+from quire.server.requests.body import check_json, is_from_page
 from quire.server.requests.errors import IS_OPERATOR, ApiError
 from quire.server.state.state import ServerState
 from quire.server.state.tenants import read_tenant
@@ -160,8 +160,8 @@ async def reset_prefix_cache(state: ServerState, request: Request) -> Response:
     """Answer `POST /reset_prefix_cache`: later requests find no block that was computed before."""
     if state.config.tenant_header is not None and not request.scope[IS_OPERATOR]:
         raise ApiError(403, "it empties the cache of all tenants, which needs the operator's key", code="operator_only")
-    # A browser sends the origin of a page of another site, and sends this content type only after a preflight request.
-    if request.headers.get("origin") is not None:
+    # A browser sends this content type to another site only after a preflight request.
+    if is_from_page(request):
         check_json(request)
     await state.llm.reset_prefix_cache()
     return json_response({})

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from quire.platform.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, JSONReader, may_have_many_values, parse
 from quire.platform.threads import WorkerThreads
-from quire.server.requests.errors import ApiError, unavailable
+from quire.server.requests.errors import OLLAMA_PATH, ApiError, unavailable
 
 # Number of bodies of maximum length that may be arriving at a time, and that may wait to be parsed.
 MAX_LONG_BODIES = 32
@@ -66,15 +66,23 @@ class BodyReader:
 
 
 def check_json(request: Request) -> None:
-    """Check that the content type of a request is JSON."""
+    """Check that the content type of a request is JSON; Ollama's routes need it of web pages only."""
     # Pages of other sites can send plain text to a server on this machine, but not this content type.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
+    # Ollama reads a body of any type, so its clients send none, and the examples of its documentation curl's default.
+    may_differ = request.scope["path"].startswith(OLLAMA_PATH) and not is_from_page(request)
+    if content_type != "application/json" and not may_differ:
         raise ApiError(
             415,
             f"the content type must be application/json, got {content_type[:100] or 'none'}",
             code="unsupported_media_type",
         )
+
+
+def is_from_page(request: Request) -> bool:
+    """Return whether a web page may have sent a request: browsers then send its origin, or its relation to the site."""
+    headers = request.headers
+    return "origin" in headers or headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
