@@ -109,7 +109,7 @@ def test_what_steps_add_is_what_there_is_in_the_end(options: dict[str, object]) 
 def test_the_times_of_a_request_are_those_of_its_stages() -> None:
     clock = Clock()
     metrics = Metrics("tiny", clock=lambda: clock.now_s)
-    times = RequestMetrics(arrival_s=10.0, first_scheduled_s=11.0, first_token_s=13.0)
+    times = RequestMetrics(arrival_s=10.0, first_scheduled_s=11.0, first_token_s=13.0, num_prompt_tokens=3)
     clock.now_s = 13.0
     metrics.on_outputs([news(times, CompletionOutput(0, "a", [5]))])
     clock.now_s = 13.5
@@ -226,7 +226,7 @@ def test_two_engines_do_not_mix() -> None:
 
 def test_lengths_of_requests_are_those_of_their_samples_and_parameters() -> None:
     metrics = Metrics("tiny")
-    times = RequestMetrics(arrival_s=0.0, first_scheduled_s=1.0, first_token_s=2.0, finished_s=3.0, num_preemptions=2)
+    times = RequestMetrics(0.0, 1.0, first_token_s=2.0, finished_s=3.0, num_preemptions=2, num_prompt_tokens=3)
     outputs = [CompletionOutput(0, "a", [1, 2, 3], finish_reason="stop"), CompletionOutput(1, "b", [4])]
     output = news(times, *outputs, finished=True)
     output.num_cached_tokens = 2

@@ -10,16 +10,25 @@ NOTHING = EngineStats()
 
 def test_it_says_what_happened_between_two_samples() -> None:
     before = Sample(10.0, NOTHING, 0, 0, 0.0)
-    totals = NOTHING._replace(prompt_tokens=100, generation_tokens=50, prefix_queries=80, prefix_hits=20)
+    totals = NOTHING._replace(
+        prompt_tokens=100, generation_tokens=50, computed_tokens=130, prefix_queries=80, prefix_hits=20
+    )
     assert report(before, Sample(15.0, totals, 3, 2, 0.456, 1)) == (
-        "Throughput: prompt 20.0 tokens/s, generation 10.0 tokens/s; running 3, waiting 2, swapped 1; "
-        "KV cache usage 45.6%; prefix cache hit rate 25.0%"
+        "Throughput: prompt 20.0 tokens/s, generation 10.0 tokens/s, computed 26.0 tokens/s; running 3, "
+        "waiting 2, swapped 1; KV cache usage 45.6%; prefix cache hit rate 25.0%"
     )
 
 
 def test_it_is_silent_when_idle() -> None:
     totals = NOTHING._replace(prompt_tokens=100, generation_tokens=50, prefix_queries=80)
     assert report(Sample(10.0, totals, 0, 0, 0.2), Sample(20.0, totals, 0, 0, 0.2)) is None
+
+
+def test_it_speaks_of_tokens_that_are_computed_again() -> None:
+    totals = NOTHING._replace(computed_tokens=512)
+    line = report(Sample(10.0, NOTHING, 1, 0, 0.5), Sample(20.0, totals, 1, 0, 0.5))
+    assert line is not None
+    assert "computed 51.2 tokens/s" in line
 
 
 def test_it_speaks_of_work_that_does_not_move() -> None:

@@ -335,6 +335,8 @@ class Engine:
         if items:
             elapsed_s = self._last_end_s - started_s
             self._stats.computed_tokens += self.step_recorder.record_step(items, elapsed_s, overlaps=overlaps)
+            if not isinstance(items, DecodeItems):
+                self._count_prompt_tokens(items)
         failed = [] if isinstance(result.items, DecodeResults) else self._check_items(plan, result)
         failed += self._update(plan, result)
         if self._disk_prefetch is not None:
@@ -370,8 +372,17 @@ class Engine:
         for item in plan.items:
             if item.new_sequence is not None and item.seq_id in self.scheduler.sequences:
                 request = self.scheduler.sequences[item.seq_id].request
-                if self.outputs.mark_scheduled(request.request_id):
-                    self._stats.prompt_tokens += request.num_prompt
+                self.outputs.mark_scheduled(request.request_id)
+
+    def _count_prompt_tokens(self, items: Sequence[ScheduledSequence]) -> None:
+        """Count the prompt tokens that a step computed, and cached ones before them; each token of a prompt once."""
+        for item in items:
+            request = self.scheduler.sequences[item.seq_id].request
+            if item.start < request.num_prompt:
+                metrics = self.outputs.states[request.request_id].metrics
+                num_counted = metrics.num_prompt_tokens
+                metrics.num_prompt_tokens = max(num_counted, min(item.start + len(item.token_ids), request.num_prompt))
+                self._stats.prompt_tokens += metrics.num_prompt_tokens - num_counted
 
     def _check_items(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """End the requests of failed items, and collect the prompt log probabilities of the others."""

@@ -203,7 +203,7 @@ class Metrics:
         self._longest_sample_tokens.observe(max(live.num_of_sample.values(), default=0))
         self._request_preemptions.observe(delta.metrics.num_preemptions)
         if delta.metrics.first_scheduled_s is not None:
-            self._prefill_tokens.observe(len(delta.prompt_token_ids) - delta.num_cached_tokens)
+            self._prefill_tokens.observe(max(0, delta.metrics.num_prompt_tokens - delta.num_cached_tokens))
         first_s, finished_s = delta.metrics.first_token_s, delta.metrics.finished_s
         if first_s is not None and finished_s is not None and live.num_generated > 1:
             self._time_per_token.observe(max(0.0, finished_s - first_s) / (live.num_generated - 1))
@@ -281,7 +281,7 @@ class Metrics:
         )
         self._request_preemptions = self._histogram("request_num_preemptions", "Preemptions per request.", "tokens")
         self._prefill_tokens = self._histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens per request that were not cached.", "tokens"
+            "request_prefill_kv_computed_tokens", "Prompt tokens per request that were computed.", "tokens"
         )
         self._params_n = self._histogram("request_params_n", "Parameter n of requests.", "tokens")
         self._params_max_tokens = self._histogram("request_params_max_tokens", "Parameter max_tokens.", "tokens")

@@ -16,7 +16,14 @@ class EngineCounters(SchedulerStats):
     # `_fields`, `_replace` and `_asdict` are as in a named tuple.
     _fields: ClassVar[tuple[str, ...]]
 
-    prompt_tokens: Annotated[int, Metric("Prompt tokens of the requests that ran.", "prompt_tokens")] = 0
+    prompt_tokens: Annotated[
+        int,
+        Metric(
+            "Prompt tokens that steps have computed, or found in the prefix cache before these; each once, whatever n "
+            "is, and not again after a preemption.",
+            "prompt_tokens",
+        ),
+    ] = 0
     generation_tokens: Annotated[int, Metric("Generated tokens.", "generation_tokens")] = 0
     swap_out_blocks: Annotated[int, Metric("Blocks swapped out for preempted sequences.", "swap_out_blocks")] = 0
     swap_in_blocks: Annotated[int, Metric("Blocks swapped in for resumed sequences.", "swap_in_blocks")] = 0

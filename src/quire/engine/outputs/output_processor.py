@@ -212,13 +212,11 @@ class OutputProcessor:
         state = RequestState(request, prompt, self._tokenizer, metrics, final_only=final_only)
         self.states[request.request_id] = state
 
-    def mark_scheduled(self, request_id: str) -> bool:
-        """Stamp a request that is part of a step; return True the first time."""
+    def mark_scheduled(self, request_id: str) -> None:
+        """Stamp a request that is part of a step, the first time."""
         metrics = self.states[request_id].metrics
-        if metrics.first_scheduled_s is not None:
-            return False
-        metrics.first_scheduled_s = self._clock()
-        return True
+        if metrics.first_scheduled_s is None:
+            metrics.first_scheduled_s = self._clock()
 
     def add_prompt_logprobs(self, sequence: Sequence, item: ScheduledSequence, result: ItemResult) -> None:
         """Add the log probabilities of the part of a prompt that an item computed."""

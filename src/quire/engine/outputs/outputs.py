@@ -77,13 +77,19 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request's events, in seconds of a monotonic clock, and its number of preemptions."""
+    """Times of a request's events, in seconds of a monotonic clock, and what it has cost.
+
+    Args:
+        num_preemptions: number of times that one of its sequences was preempted.
+        num_prompt_tokens: number of leading prompt tokens that were computed or found in the prefix cache so far.
+    """
 
     arrival_s: float = 0.0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+    num_prompt_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -49,13 +49,16 @@ def report(before: Sample, after: Sample) -> str | None:
     old, new = before.totals, after.totals
     num_prompt = new.prompt_tokens - old.prompt_tokens
     num_generated = new.generation_tokens - old.generation_tokens
-    if not (num_prompt or num_generated or after.num_running or after.num_waiting or after.num_swapped):
+    # Unlike the two above: without tokens of the cache, and with those that are computed again after a preemption.
+    num_computed = new.computed_tokens - old.computed_tokens
+    if not (num_prompt or num_generated or num_computed or after.num_running or after.num_waiting or after.num_swapped):
         return None
     seconds = after.at_s - before.at_s
     num_queries = new.prefix_queries - old.prefix_queries
     hits = f"{(new.prefix_hits - old.prefix_hits) / num_queries:.1%}" if num_queries else "no queries"
     return (
-        f"Throughput: prompt {num_prompt / seconds:.1f} tokens/s, generation {num_generated / seconds:.1f} tokens/s; "
+        f"Throughput: prompt {num_prompt / seconds:.1f} tokens/s, generation {num_generated / seconds:.1f} tokens/s, "
+        f"computed {num_computed / seconds:.1f} tokens/s; "
         f"running {after.num_running}, waiting {after.num_waiting}, swapped {after.num_swapped}; "
         f"KV cache usage {after.kv_usage:.1%}; prefix cache hit rate {hits}"
     )
