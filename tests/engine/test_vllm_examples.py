@@ -82,6 +82,26 @@ def test_chat_with_a_template_of_the_caller_and_its_variables(llm: LLM) -> None:
     assert output.prompt == "![user] Hello\n[assistant] Once upon a "
 
 
+def test_variables_that_a_template_does_not_use_are_ignored_with_one_warning(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{{ style }}"
+    messages = [{"role": "user", "content": "Hello"}]
+    given = {"enable_thinking": False, "style": "!"}
+    for _ in range(2):
+        options: dict[str, Any] = {"chat_template": template, "chat_template_kwargs": given}
+        (output,) = llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False, **options)
+        assert output.prompt == "Hello!"
+    assert [record.getMessage() for record in caplog.records if "enable_thinking" in record.getMessage()] == [
+        "the model's chat template does not use 'enable_thinking'; it is ignored"
+    ]
+    # A reserved name is refused as over HTTP, and a keyword of `chat` itself may be a misspelt argument.
+    with pytest.raises(InvalidParameter, match="chat_template_kwargs must be names that are not reserved"):
+        llm.chat(messages, chat_template=template, chat_template_kwargs={"messages": []})
+    with pytest.raises(UnsupportedFeature, match="enable_thinking is not supported"):
+        llm.chat(messages, chat_template=template, enable_thinking=False)
+
+
 def test_the_final_message_is_continued_as_a_completion_of_the_same_text_is(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12)
     messages = [{"role": "user", "content": "Tell me a story."}, {"role": "assistant", "content": "Once upon a"}]

@@ -283,7 +283,8 @@ class LLM(PooledLLM):
 
         Args:
             template_args: arguments of `ChatTemplate.prompt`: `add_generation_prompt`, `continue_final_message` and
-                `tools`; `chat_template`, the source of another template; `chat_template_kwargs`, or such variables.
+                `tools`; `chat_template`, the source of another template; `chat_template_kwargs`, its variables, ignored
+                with one warning if it does not use them; or such variables, which are refused then.
         """
         prompt = self._chat_prompt(messages, **template_args)
         return self.get_tokenizer().encode(prompt, add_special_tokens=False)
@@ -303,12 +304,16 @@ class LLM(PooledLLM):
         tokenizer = self._require_tokenizer()
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise InvalidParameter("chat_template_kwargs", chat_template_kwargs, "a mapping or None")
-        return require_chat_template(self._template(chat_template)).prompt(
+        template = require_chat_template(self._template(chat_template))
+        form = template.for_tools if tools else template
+        # A keyword may be a misspelt argument, which is refused; programs send the others to models of all kinds.
+        used = form.used_variables(chat_template_kwargs or {})
+        return form.prompt(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            variables={**(chat_template_kwargs or {}), **variables},
+            variables={**used, **variables},
             added_tokens=tokenizer.added_tokens,
             sanitizing=self.resolved.sanitize_control_tokens,
         )

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, Final
 
 from quire.errors import MAX_SHOWN, InvalidParameter, RequestError, UnsupportedFeature, renamed
@@ -164,7 +165,9 @@ class ChatTemplate:
             request_variables[name] = value
         return request_variables
 
-    def used_variables(self, variables: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    def used_variables(
+        self, variables: Mapping[str, Any], hints: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
         """Return the variables that the template uses or that `render` refuses; log each other variable once.
 
         Clients send switches such as `enable_thinking` to models of all kinds.
