@@ -209,6 +209,33 @@ def test_every_error_status_has_the_same_form(
         assert response.headers["allow"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/chat/completions", "/v1/chat/completions"),
+        ("POST", "/completions", "/v1/completions"),
+        ("GET", "/models", "/v1/models"),
+        ("GET", "/models/tiny", "/v1/models/tiny"),
+        ("POST", "/embeddings", "/v1/embeddings"),
+        ("POST", "/responses", "/v1/responses"),
+        ("POST", "/messages", "/v1/messages"),
+        ("POST", "/v1/v1/messages", "/v1/messages"),
+        ("POST", "/v1/api/chat", "/api/chat"),
+        ("POST", "/v1/chat/completions/", "/v1/chat/completions"),
+        ("POST", "/chat", None),
+        ("GET", "/v1", None),
+        ("POST", "/v2/chat/completions", None),
+        ("GET", "/models/" + "a" * 300, "/v1/models/" + "a" * 189),
+    ],
+)
+def test_a_path_that_is_nearly_a_route_is_answered_with_a_question(
+    server: ServerProcess, method: str, path: str, meant: str | None
+) -> None:
+    error = check_form(server.http.request(method, path).text, 404)
+    hint = "" if meant is None else f"; did you mean {meant}?"
+    assert error["message"] == f"there is no such route: {method} {path[:200]}{hint}"
+
+
 def test_a_body_without_content_length_is_bounded_too(server: ServerProcess) -> None:
     parts = iter([b'{"prompt": "'] + [b"a" * 65536] * 32)
     response = server.http.post(COMPLETIONS, content=parts, headers={"content-type": "application/json"})

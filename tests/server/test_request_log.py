@@ -41,17 +41,26 @@ def llm() -> Iterator[AsyncLLM]:
 
 
 def requested(
-    llm: AsyncLLM, *bodies: dict[str, Any], path: str = "/v1/chat/completions", tracer: Any = None, **config: Any
+    llm: AsyncLLM,
+    *bodies: dict[str, Any] | None,
+    path: str = "/v1/chat/completions",
+    tracer: Any = None,
+    is_draining: bool = False,
+    **config: Any,
 ) -> list[httpx.Response]:
-    """Return the answers of an application in this process, to one request after the other."""
+    """Return the answers of an application in this process, to one request after the other; None is a GET."""
 
     async def scenario() -> list[httpx.Response]:
         settings = ServerConfig(**config)
         bodies_of = BodyReader(settings.max_body_bytes, llm.resolved.max_model_len)
         state = ServerState(llm, settings, bodies_of, __version__, created=0)
+        state.is_draining = is_draining
         transport = httpx.ASGITransport(build_app(state, tracer))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            answers = [await client.post(path, json=each, headers=HEADERS) for each in bodies]
+            answers = [
+                await client.request("GET" if body is None else "POST", path, json=body, headers=HEADERS)
+                for body in bodies
+            ]
         bodies_of.close()
         return answers
 
@@ -83,6 +92,18 @@ def test_nothing_is_logged_unless_asked(llm: AsyncLLM, caplog: pytest.LogCapture
     caplog.set_level(logging.INFO, LOGGER)
     requested(llm, CHAT)
     assert not [record for record in caplog.records if record.name == LOGGER]
+
+
+def test_answered_probes_are_left_out_and_refused_ones_are_not(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    for path, status in (("/health", 200), ("/ping", 200), ("/metrics", 200), ("/version", 200), ("/health", 503)):
+        (answer,) = requested(llm, None, path=path, log_requests=True, is_draining=status == 503)
+        assert answer.status_code == status
+    lines = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert [re.findall(r"route=(\S+) status=(\d+)", line) for line in lines] == [
+        [("/version", "200")],
+        [("/health", "503")],
+    ]
 
 
 def test_prompts_are_cut_and_stay_in_one_line(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:

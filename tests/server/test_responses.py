@@ -49,6 +49,17 @@ def test_openais_client_gets_the_answer_of_the_chat(client: openai.OpenAI) -> No
     assert response.model_dump()["store"] is False
 
 
+def test_openais_client_counts_the_tokens_of_an_input(tool_client: openai.OpenAI) -> None:
+    turns: list[Any] = [{"role": "user", "content": "hi"}, {"type": "reasoning", "summary": []}]
+    asked: dict[str, Any] = {"model": "tiny", "instructions": "Be brief.", "input": turns, "tools": TOOLS}
+    usage = tool_client.responses.create(**asked, max_output_tokens=1).usage
+    assert usage is not None
+    assert tool_client.responses.input_tokens.count(**asked).input_tokens == usage.input_tokens
+    with pytest.raises(openai.BadRequestError) as refused:
+        tool_client.responses.input_tokens.count(**asked | {"input": [{"role": "user", "content": 1}]})
+    assert refused.value.param == "input[0].content"
+
+
 def test_openais_client_streams_text_and_calls(tool_client: openai.OpenAI) -> None:
     with tool_client.responses.stream(model="tiny", input="hi", tools=TOOLS, temperature=0) as stream:
         kinds = [event.type for event in stream]

@@ -53,6 +53,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/chat/completions", chat_completions.chat_completions),
     ("POST", "/v1/responses", responses.responses),
+    ("POST", "/v1/responses/input_tokens", responses.input_tokens),
     ("POST", "/v1/messages", anthropic_messages.messages),
     ("POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens),
     ("POST", "/api/chat", ollama.chat),

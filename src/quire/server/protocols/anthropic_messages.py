@@ -16,9 +16,8 @@ from quire.server.admission.usage import TokenCount
 from quire.server.generation.generation import json_response
 from quire.server.generation.sampling import NEVER_IGNORED
 from quire.server.generation.served_model import model_name
-from quire.server.generation.tool_use import read_tool_use
 from quire.server.http import sse
-from quire.server.protocols.chat_completions import ChatExtras, render_chat
+from quire.server.protocols.chat_completions import ChatExtras
 from quire.server.protocols.chat_protocols import (
     NO_WISH,
     OWN_OPTIONS,
@@ -26,6 +25,7 @@ from quire.server.protocols.chat_protocols import (
     SampleParts,
     answer_chat,
     arguments_object,
+    count_chat,
     read_list,
     read_object,
     read_text,
@@ -35,7 +35,6 @@ from quire.server.protocols.chat_protocols import (
 )
 from quire.server.protocols.models import read_fields
 from quire.server.requests.errors import REQUEST_ID, ApiError
-from quire.server.requests.field_names import renaming
 from quire.server.requests.fields import Fields, Refusal
 from quire.server.state.state import ServerState
 from quire.text.chat.messages import SANITIZE
@@ -91,12 +90,7 @@ async def messages(state: ServerState, request: Request) -> ASGIApp:
 async def count_tokens(state: ServerState, request: Request) -> Response:
     """Answer `POST /v1/messages/count_tokens`: the length of the prompt, as `usage` would have it."""
     fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
-    with renaming(rename):
-        chat = Fields(read_chat_fields(state, fields))
-        use = read_tool_use(state, chat)
-        text = await render_chat(state, chat, () if use is None else use.definitions)
-        ids = await state.llm.texts.encode(text, add_special_tokens=False)
-    return json_response({"input_tokens": len(ids)})
+    return json_response({"input_tokens": await count_chat(state, read_chat_fields(state, fields), rename)})
 
 
 def rename(field: str) -> str:

@@ -19,7 +19,8 @@ from quire.errors import InvalidParameter, UnsupportedFeature, shown
 from quire.platform.bounded.json_text import BadJSON, parse
 from quire.server.generation.generation import GenerationRequest, Reply, run
 from quire.server.generation.reasoning import ReasoningSplitter
-from quire.server.protocols.chat_completions import ChatExtras, read_chat
+from quire.server.generation.tool_use import read_tool_use
+from quire.server.protocols.chat_completions import ChatExtras, read_chat, render_chat
 from quire.server.requests.field_names import renaming
 from quire.server.requests.fields import Fields, Refusal
 from quire.server.state.state import ServerState
@@ -46,6 +47,15 @@ async def answer_chat(
     with renaming(rename):
         job, extras = read(state, Fields(chat))
         return await run(state, request, job, make_reply(extras), answer_id)
+
+
+async def count_chat(state: ServerState, chat: Mapping[str, Any], rename: Callable[[str], str]) -> int:
+    """Return the number of tokens of the prompt of a chat of another protocol."""
+    with renaming(rename):
+        fields = Fields(chat)
+        use = read_tool_use(state, fields)
+        prompt = await render_chat(state, fields, () if use is None else use.definitions)
+        return len(await state.llm.texts.encode(prompt, add_special_tokens=False))
 
 
 def thinking_switch(is_on: bool | None) -> dict[str, Any]:

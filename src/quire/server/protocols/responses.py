@@ -11,11 +11,13 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature, shown
 from quire.server.admission.usage import TokenCount
+from quire.server.generation.generation import json_response
 from quire.server.generation.sampling import LABEL_FIELDS, NEVER_IGNORED
 from quire.server.generation.served_model import model_name
 from quire.server.http import sse
@@ -26,6 +28,7 @@ from quire.server.protocols.chat_protocols import (
     Reasoning,
     SampleParts,
     answer_chat,
+    count_chat,
     read_list,
     read_object,
     read_text,
@@ -95,6 +98,14 @@ async def responses(state: ServerState, request: Request) -> ASGIApp:
     answer_id = f"resp_{request.scope[REQUEST_ID]}"
     make_reply = partial(ResponseReply, response_head(fields, answer_id, model_name(state, request)))
     return await answer_chat(state, request, chat, make_reply, answer_id, reader.rename)
+
+
+async def input_tokens(state: ServerState, request: Request) -> Response:
+    """Answer `POST /v1/responses/input_tokens`: the length of the prompt, as `usage` would have it."""
+    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
+    reader = InputReader()
+    num_tokens = await count_chat(state, read_chat_fields(fields, reader), reader.rename)
+    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 class InputReader:

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from quire.errors import QueueFull, QuireError, RequestError, UnknownAdapter
 
@@ -146,7 +147,19 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = {404: "there is no such route", 405: "the route has no such method"}.get(error.status_code)
     message = str(error.detail) if reason is None else f"{reason}: {request.method} {request.scope['path'][:200]}"
+    if error.status_code == 404:
+        message += _hint(request)
     if request.method == "OPTIONS" and "origin" in request.headers:
         message += "; pages of other origins need --allow-origin"
     code = HTTPStatus(error.status_code).name.lower()
     return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.scope["path"])
+
+
+def _hint(request: Request) -> str:
+    """Return a question for a path that only lacks `/v1`, or has it or a slash too much; base URLs differ in these."""
+    path = request.scope["path"]
+    for meant in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")):
+        scope = {**request.scope, "path": meant}
+        if meant != path and any(route.matches(scope)[0] is not Match.NONE for route in request.app.router.routes):
+            return f"; did you mean {meant[:200]}?"
+    return ""

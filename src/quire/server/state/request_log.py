@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS"})
+# Routes that are asked again and again by programs; their successful answers are left out of the log.
+PROBES = frozenset({"/health", "/ping", "/metrics"})
 # Label of unknown paths and methods, which clients can choose freely.
 OTHER = "other"
 
@@ -61,7 +63,7 @@ class RequestRecorder:
         method = method if method in METHODS else OTHER
         self._state.llm.metrics.on_http_request(route, method, status)
         tracked: InFlightRequest | None = scope.get(IN_FLIGHT)
-        if self._state.config.log_requests:
+        if self._state.config.log_requests and not (route in PROBES and status < 400):
             fields = {
                 "id": scope.get(SHOWN_ID),
                 "method": method,
