@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,16 +24,12 @@ from quire.distributed.shared_stages import make_stages_memory, share_stages
 from quire.distributed.transport import Transport
 from quire.errors import ConfigError, WorkerError
 from quire.ops.cpu.native_library import NativeLibrary, find_library
+from quire.platform.child_process import ChildProcess
 from quire.platform.host_probe import num_cores
 
 # Imports take seconds, on a busy machine a minute.
 START_TIMEOUT_S: Final = 300.0
 LOCAL: Final = "127.0.0.1"
-BOOT: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; "
-    "module, _, function = sys.argv[2].partition(':'); "
-    "getattr(import_module(module), function)(*map(int, sys.argv[3:]))"
-)
 
 
 def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -> Ranks:
@@ -61,7 +55,7 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
         folder = tempfile.mkdtemp(prefix="quire-ranks-")
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         sockets: dict[int, socket.socket] = {}
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[ChildProcess] = []
         try:
             for rank in range(1, size):
                 sockets[rank], theirs = socket.socketpair()
@@ -167,16 +161,15 @@ def describe_end(process: subprocess.Popen[bytes]) -> str:
     return f"(process {process.pid}) has ended with exit status {code}"
 
 
-def _start(program: str, rank: int, connection: int, memory: int) -> subprocess.Popen[bytes]:
-    numbers = map(str, (rank, connection, memory))
-    descriptors: Sequence[int] = [descriptor for descriptor in (connection, memory) if descriptor >= 0]
-    # A session of its own, since rank 0 alone handles signals of the terminal.
-    return subprocess.Popen(
-        [sys.executable, "-c", BOOT, json.dumps([str(folder) for folder in sys.path]), program, *numbers],
+def _start(program: str, rank: int, connection: int, memory: int) -> ChildProcess:
+    return ChildProcess(
+        program,
+        rank,
+        connection,
+        memory,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        pass_fds=descriptors,
-        start_new_session=True,
+        pass_fds=[descriptor for descriptor in (connection, memory) if descriptor >= 0],
     )
 
 

@@ -12,8 +12,6 @@ A question and its answer are bytes, each preceded by its length; the program de
 from __future__ import annotations
 
 import ctypes
-import importlib
-import json
 import os
 import select
 import signal
@@ -30,13 +28,11 @@ from queue import LifoQueue
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from quire.errors import WorkerError
+from quire.platform.child_process import ChildProcess, function_at
 
 START_TIMEOUT_S = 120.0
 # The process ends itself at the time limit; the parent kills it this much later.
 GRACE_S = 2.0
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.platform.bounded.process import main; main()"
-)
 # Memory is returned to the system after a question and its answer have more bytes than this together.
 MANY_BYTES = 1 << 20
 # False on Windows, whose pipes block: a timer in the parent ends the process at the deadline.
@@ -62,7 +58,7 @@ class RemoteCall(NamedTuple):
 
     def __call__(self) -> Any:
         """Make the call."""
-        return _function_at(self.location)(*self.arguments)
+        return function_at(self.location)(*self.arguments)
 
 
 class LimitExceeded(Exception):
@@ -92,15 +88,14 @@ class BoundedProcess:
     def __init__(self, program: str, setup: bytes, memory_bytes: int) -> None:
         self._is_ready = self._is_stopped = False
         self._setup = setup
-        search_path = json.dumps([str(folder) for folder in sys.path])
         try:
-            # It runs in a separate session, since only the parent handles signals of the terminal.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, search_path, program, str(memory_bytes)],
+            self._process = ChildProcess(
+                "quire.platform.bounded.process:main",
+                program,
+                memory_bytes,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
                 bufsize=0,
             )
         except OSError as error:
@@ -307,16 +302,15 @@ class ProcessPool(Generic[T]):
 # ---- code of the process ----
 
 
-def main() -> None:
-    """Run the program named in `sys.argv`: read its setup, then answer questions until the input ends."""
-    location, memory_bytes = sys.argv[2], int(sys.argv[3])
+def main(location: str, memory_bytes: int) -> None:
+    """Run a program: read its setup, then answer questions until the input ends."""
     has_alarm = hasattr(signal, "setitimer")
     if has_alarm:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     # Output that the program prints is redirected to stderr.
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    program: Program = _function_at(location)
+    program: Program = function_at(location)
     num_bytes, _ = QUESTION.unpack(source.read(QUESTION.size))
     answer = program(source.read(num_bytes))
     limit_memory(memory_bytes)
@@ -333,12 +327,6 @@ def main() -> None:
         if len(question) + len(reply) > MANY_BYTES:
             del question, reply
             return_freed_memory()
-
-
-def _function_at(location: str) -> Any:
-    """Return the function at a location "module:function"."""
-    module, _, name = location.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _send(sink: Any, reply: bytes) -> None:

@@ -14,15 +14,15 @@ import logging
 import pickle
 import struct
 import subprocess
-import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO, Any, Final
+from typing import IO, Any
 
 from quire.errors import UnsupportedFeature, WorkerError
+from quire.platform.child_process import ChildProcess
 from quire.sequences.structured import GrammarSource
 from quire.text.structured.grammar_server import ANSWER, APPEND, BEGIN, COMPILE, QUESTION, RELEASE, SETUP
 from quire.text.structured.grammar_setup import GrammarModel, GrammarSetup
@@ -30,11 +30,6 @@ from quire.text.structured.local_grammars import HeldGrammar
 from quire.text.structured.state_table import LOST, Appended, Masked, Masks, StepStart
 
 logger = logging.getLogger(__name__)
-
-BOOT: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from quire.text.structured.grammar_server import main; main()"
-)
 
 
 class GrammarProcess:
@@ -125,15 +120,12 @@ class GrammarPipes:
 
     def __init__(self, setup: GrammarSetup) -> None:
         self.released: deque[GrammarSource] = deque()
-        search_path = json.dumps([str(folder) for folder in sys.path])
         try:
-            # It runs in a separate session, since only this process handles signals of the terminal.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, search_path],
+            self._process = ChildProcess(
+                "quire.text.structured.grammar_server:main",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,
             )
         except OSError as error:
             raise WorkerError(f"the process of the grammars does not start: {error.strerror or error}") from error
