@@ -5,7 +5,8 @@ from __future__ import annotations
 import h11
 import pytest
 
-from quire.server.http.connection import FREE_CHUNKS, MAX_HEAD, MIN_MEAN_CHUNK, StrictConnection
+from quire.server.http.connection import FREE_CHUNKS, MIN_MEAN_CHUNK, StrictConnection
+from quire.server.http.strict import MAX_HEAD
 
 # What asyncio reads at a time; the parser goes through all of it in one turn of the event loop.
 READ = 256 << 10

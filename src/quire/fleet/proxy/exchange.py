@@ -13,23 +13,25 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.fleet.proxy.streams import EventCutter, error_event
-from quire.fleet.proxy.upstream import UpstreamLost
+from quire.fleet.proxy.upstream import UpstreamDamaged, UpstreamLost
 from quire.server.requests.errors import SHOWN_ID, ApiError, unavailable
 
 logger = logging.getLogger(__name__)
 
+REPLICA_HEADER: Final = b"x-quire-replica"
 # Headers of one connection (RFC 9110), and headers that each side writes itself.
 HOP_BY_HOP: Final = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
-        *(b"host", b"content-length", b"expect", b"x-request-id", b"date", b"server"),
+        *(b"host", b"content-length", b"expect", b"x-request-id", b"date", b"server", REPLICA_HEADER),
     }
 )
-REPLICA_HEADER: Final = b"x-quire-replica"
 # Statuses of a server that cannot take the request now; another server may.
 BUSY: Final = (429, 503)
 # Limit of all bodies of requests together.
 MAX_BODY_BYTES: Final = 1 << 30
+# Bytes of an answer that is no stream, until which it is sent only when it is whole.
+MAX_WHOLE_BYTES: Final = 1 << 20
 
 
 class Answer(Protocol):
@@ -93,6 +95,11 @@ class BodyBudget:
         exchange = Exchange(scope, body, receive, send)
         try:
             yield exchange
+        except UpstreamLost as error:
+            if exchange.has_begun:
+                await exchange.cut_off(str(error))
+            else:
+                raise ApiError(502, f"a server has failed: {error}", code="bad_gateway") from error
         finally:
             exchange.close()
             self.num_bytes -= len(body)
@@ -110,6 +117,7 @@ class Exchange:
     Attributes:
         has_begun: True once a part of the answer was sent.
         last_busy: status and Retry-After of the last server that was busy.
+        last_damage: the fault of the last damaged answer; empty without one.
     """
 
     def __init__(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
@@ -119,6 +127,7 @@ class Exchange:
         self.request_id: str = scope.get(SHOWN_ID, "")
         self.has_begun = False
         self.last_busy: tuple[int, bytes] | None = None
+        self.last_damage = ""
         self.method: str = scope["method"]
         query = scope.get("query_string", b"")
         self._target = scope.get("raw_path", self.path.encode()) + (b"?" + query if query else b"")
@@ -134,9 +143,7 @@ class Exchange:
         Raises:
             UpstreamLost: there is none.
         """
-        named = {name.strip().lower() for key, value in self._raw if key == b"connection" for name in value.split(b",")}
-        headers = [(key, value) for key, value in self._raw if key not in HOP_BY_HOP and key not in named]
-        headers.append((b"x-request-id", self.request_id.encode()))
+        headers = [*_end_to_end(self._raw), (b"x-request-id", self.request_id.encode())]
         return await upstream.request(self.method, self._target, headers, self.body)
 
     async def attempt(
@@ -172,6 +179,8 @@ class Exchange:
             return "answered" if is_whole else "left"
         except UpstreamLost as error:
             on_lost(error)
+            if isinstance(error, UpstreamDamaged):
+                self.last_damage = str(error)
             logger.warning("request %s was lost with %s: %s", self.request_id, replica(), error)
             if not self.has_begun:
                 return "lost"
@@ -222,6 +231,9 @@ class Exchange:
     ) -> bool:
         """Send a server's answer to the client, the head with the first part; return False if the client leaves.
 
+        An answer that is no stream is sent when it is whole, or has `MAX_WHOLE_BYTES`: until then another server may
+        still answer.
+
         Returns:
             False where the client has left.
 
@@ -230,12 +242,18 @@ class Exchange:
         """
         cutter = cutter or EventCutter(response.header(b"content-type"))
         self._is_stream = cutter.is_stream
-        parts = response.parts()
+        parts, held = response.parts(), bytearray()
         while True:
             part = await self.unless_left(_next_part(parts))
             if part is None and self._left is not None and self._left.done():
                 return False
-            data = cutter.finish() if part is None else cutter.add(part)
+            data = cutter.finish(self.path) if part is None else cutter.add(part)
+            if not cutter.is_stream and not self.has_begun:
+                held += data
+                if part is not None and len(held) <= MAX_WHOLE_BYTES:
+                    continue
+                data = bytes(held)
+                held.clear()
             if not self.has_begun and (data or part is None):
                 if on_first_part is not None:
                     on_first_part()
@@ -261,7 +279,7 @@ class Exchange:
         """Refuse the request: no server can take it now.
 
         Raises:
-            ApiError: 429 or 503 with Retry-After.
+            ApiError: 429 or 503 with Retry-After; 502 if an answer was damaged.
         """
         if self.last_busy is not None:
             status, retry_after = self.last_busy
@@ -271,13 +289,16 @@ class Exchange:
                 code="queue_full" if status == 429 else "busy",
                 headers={"Retry-After": retry_after.decode("latin-1") or "1"},
             )
+        if self.last_damage:
+            raise ApiError(502, f"a server has failed: {self.last_damage}", code="bad_gateway")
         why = "every server that could take this request was lost" if was_tried else "no server takes requests"
         raise unavailable(why, "no_replica")
 
     async def _begin(self, response: Answer, replica: str) -> None:
-        length = [(b"content-length", response.header(b"content-length"))] if response.header(b"content-length") else []
-        headers = [(key, value) for key, value in response.headers if key not in HOP_BY_HOP]
-        headers += [*length, (REPLICA_HEADER, replica.encode())]
+        headers = _end_to_end(response.headers)
+        if length := response.header(b"content-length"):
+            headers.append((b"content-length", length))
+        headers.append((REPLICA_HEADER, replica.encode()))
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 
     async def _send_body(self, data: bytes, *, more: bool) -> None:
@@ -297,3 +318,9 @@ class Exchange:
 async def _next_part(parts: AsyncIterator[bytes]) -> bytes | None:
     """Return the next part of a body; None after the last one."""
     return await anext(parts, None)
+
+
+def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers that are forwarded: none of one connection, nor those that `Connection` names."""
+    named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
+    return [(key, value) for key, value in headers if key not in HOP_BY_HOP and key not in named]

@@ -11,6 +11,8 @@ from quire.fleet.proxy.upstream import UpstreamLost
 from quire.fleet.routing.router import Router, RouterConfig
 
 ASK_S = 2.0
+# Bytes of an answer with the tokens of a prompt: a million of them have 8 MB.
+MAX_TOKENS_BYTES = 16 << 20
 
 
 class Fleet:
@@ -72,7 +74,9 @@ class Fleet:
         """Return a server's answer to `POST /prompt_tokens`; None if no server answers in time."""
         for replica in self.available()[:2]:
             try:
-                status, answer = await replica.fetch("POST", "/prompt_tokens", body, timeout_s=ASK_S)
+                status, answer = await replica.fetch(
+                    "POST", "/prompt_tokens", body, timeout_s=ASK_S, max_bytes=MAX_TOKENS_BYTES
+                )
             except UpstreamLost:
                 continue
             # The other servers would refuse it too.

@@ -15,8 +15,9 @@ from typing import Final
 from quire.fleet.proxy.exchange import Answer, Exchange
 from quire.fleet.proxy.fleet import Fleet
 from quire.fleet.proxy.metrics import ProxyMetrics
-from quire.fleet.proxy.prompts import PATHS, RoutedPrompts
+from quire.fleet.proxy.prompts import RoutedPrompts
 from quire.fleet.proxy.replica import Replica
+from quire.fleet.proxy.streams import PATHS
 from quire.fleet.proxy.upstream import UpstreamLost
 from quire.fleet.routing.router import Route
 from quire.server.requests.errors import unavailable

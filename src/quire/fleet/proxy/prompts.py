@@ -14,13 +14,6 @@ from quire.fleet.routing.router import RouteRequest
 from quire.fleet.routing.shadow_tree import Scope
 from quire.memory.kv_events import encode
 
-# Routes whose requests have a prompt that may be cached.
-PATHS = frozenset(
-    {
-        *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
-        *("/api/chat", "/api/generate"),
-    }
-)
 SESSION_HEADER: Final = "x-session-id"
 # Number of stored tokens, in all prompts together; 4 bytes each.
 MAX_KEPT_TOKENS = 4 << 20

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from typing import Any
 
 from quire.errors import ConfigError
 from quire.fleet.kv_events.subscriber import KVEventSubscriber
-from quire.fleet.proxy.upstream import Upstream, UpstreamLost
+from quire.fleet.proxy.upstream import MAX_FETCHED, Upstream, UpstreamLost
 from quire.fleet.routing.router import Router
+from quire.platform.bounded.json_text import BadJSON, parse
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +78,17 @@ class Replica:
         self.update()
 
     async def fetch(
-        self, method: str, path: str, body: bytes = b"", *, timeout_s: float = PROBE_S
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        timeout_s: float = PROBE_S,
+        max_bytes: int = MAX_FETCHED,
     ) -> tuple[int, bytes]:
         """Send a request of the proxy itself, and return status and body of the answer."""
         headers = [*self._headers, (b"content-type", b"application/json")] if body else self._headers
-        return await self.upstream.fetch(method, path, headers, body, timeout_s=timeout_s)
+        return await self.upstream.fetch(method, path, headers, body, timeout_s=timeout_s, max_bytes=max_bytes)
 
     def succeed(self) -> None:
         """Record that a request was answered."""
@@ -144,9 +150,9 @@ class Replica:
         """Follow the server's KV events at the endpoints that it states; detect lost batches and restarts."""
         try:
             status, body = await self.fetch("GET", "/kv_event_sources")
-            sources = json.loads(body) if status == 200 else {}
+            sources = parse(body) if status == 200 else {}
             source = sources.get("0") if isinstance(sources, dict) else None
-        except (UpstreamLost, ValueError):
+        except (UpstreamLost, BadJSON):
             return
         if not isinstance(source, dict) or not isinstance(source.get("endpoint"), str):
             return

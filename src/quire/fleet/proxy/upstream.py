@@ -5,24 +5,38 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import h11
 
 from quire.errors import ConfigError
+from quire.fleet.proxy.answers import AnswerParser
 
-CONNECT_S = 5.0
-SEND_S = 60.0
-MAX_HEAD = 64 << 10
-READ_BYTES = 1 << 16
-MAX_IDLE = 64
+CONNECT_S: Final = 5.0
+# Time limits for a server to take a part of a request, to send the rest of a head, and to send more of a body.
+SEND_S: Final = 60.0
+HEAD_S: Final = 30.0
+SILENT_S: Final = 600.0
+# Bytes of a request that are handed to the system at once.
+PIECE_BYTES: Final = 256 << 10
+# Bytes of an answer that may wait to be parsed before no more are read, and events that are joined to one part.
+MAX_UNPARSED: Final = 256 << 10
+MAX_JOINED: Final = 512
+# Idle connections, and the time after which one is not used again: most servers close them after 5 s.
+MAX_IDLE: Final = 64
+MAX_IDLE_S: Final = 4.0
+# Bytes of an answer to a request of the proxy itself.
+MAX_FETCHED: Final = 64 << 10
 Headers = Sequence[tuple[bytes, bytes]]
-Event = h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]
 
 
 class UpstreamLost(Exception):
     """A connection to a server failed, or ended before the answer was complete."""
+
+
+class UpstreamDamaged(UpstreamLost):
+    """A server has sent an answer that is not valid HTTP, or whose end is ambiguous."""
 
 
 class Upstream:
@@ -46,23 +60,51 @@ class Upstream:
     async def request(self, method: str, target: bytes, headers: Headers, body: bytes = b"") -> UpstreamResponse:
         """Send a request and return its answer once the head has arrived.
 
-        An idle connection that the server has closed is replaced by a new one.
+        If an idle connection is lost before a byte of an answer, a new one is tried: the server may have closed it.
+
+        Raises:
+            UpstreamLost: there is no answer.
         """
-        while self._idle:
-            connection = self._idle.pop()
-            with suppress(UpstreamLost):
+        lost: UpstreamLost | None = None
+        if (connection := self._idle_connection()) is not None:
+            try:
                 return await connection.exchange(method, target, headers, body)
-        return await (await self._connect()).exchange(method, target, headers, body)
+            except UpstreamLost as error:
+                if connection.has_arrived:
+                    raise
+                lost = error
+        try:
+            connection = await self._connect()
+        except UpstreamLost as error:
+            # The request may be what ended the server.
+            raise lost or error from error
+        return await connection.exchange(method, target, headers, body)
 
     async def fetch(
-        self, method: str, path: str, headers: Headers = (), body: bytes = b"", *, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        headers: Headers = (),
+        body: bytes = b"",
+        *,
+        timeout_s: float,
+        max_bytes: int = MAX_FETCHED,
     ) -> tuple[int, bytes]:
-        """Return status and body of a short answer."""
+        """Return status and body of a short answer.
+
+        Raises:
+            UpstreamLost: there is no answer in time, or it is too long.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self.request(method, path.encode(), headers, body)
                 try:
-                    return response.status, b"".join([part async for part in response.parts()])
+                    got = bytearray()
+                    async for part in response.parts():
+                        got += part
+                        if len(got) > max_bytes:
+                            raise UpstreamDamaged(f"the answer to {path} has more than {max_bytes} bytes")
+                    return response.status, bytes(got)
                 finally:
                     response.close()
         except TimeoutError as error:
@@ -85,85 +127,213 @@ class Upstream:
     def forget(self, connection: UpstreamConnection) -> None:
         """Forget a closed connection."""
         self._open.discard(connection)
-        with suppress(ValueError):
+        if connection in self._idle:
             self._idle.remove(connection)
 
+    def _idle_connection(self) -> UpstreamConnection | None:
+        """Return the connection that was used last, unless it has been idle for long."""
+        if not self._idle:
+            return None
+        connection = self._idle.pop()
+        if connection.idle_s <= MAX_IDLE_S:
+            return connection
+        # The others have been idle for longer.
+        for old in (connection, *self._idle):
+            old.close()
+        return None
+
     async def _connect(self) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
-                reader, writer = await asyncio.open_connection(self.host, self._port, ssl=self._tls)
+                _, connection = await loop.create_connection(
+                    lambda: UpstreamConnection(self), self.host, self._port, ssl=self._tls
+                )
         except (OSError, TimeoutError) as error:
             raise UpstreamLost(f"cannot connect: {str(error) or 'no answer'}") from error
-        connection = UpstreamConnection(self, reader, writer)
         self._open.add(connection)
         return connection
 
 
-class UpstreamConnection:
-    """One connection."""
+class UpstreamConnection(asyncio.Protocol):
+    """One connection.
 
-    def __init__(self, upstream: Upstream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    Attributes:
+        has_arrived: True once a byte of the answer to the last request has arrived.
+    """
+
+    def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._reader = reader
-        self._writer = writer
-        self._http = h11.Connection(h11.CLIENT, MAX_HEAD)
+        self._loop = asyncio.get_running_loop()
+        self._http = AnswerParser()
+        self._transport: asyncio.Transport
+        # Set when bytes have arrived, more can be written, or the connection was lost.
+        self._changed = asyncio.Event()
+        self._lost: UpstreamLost | None = None
+        self._can_write = True
+        self._num_unparsed = 0
+        self._is_idle = True
+        self._idle_since_s = self._loop.time()
+        # False once an answer has begun before the whole request was sent.
+        self._is_sent = True
+        self.has_arrived = False
+
+    @property
+    def idle_s(self) -> float:
+        """Time since the last answer."""
+        return self._loop.time() - self._idle_since_s
+
+    # ---- callbacks of asyncio ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of an answer; bytes that no request asked for close the connection."""
+        if self._is_idle:
+            self._lost = UpstreamDamaged("it has sent what no request asked for")
+            self.close()
+            return
+        self.has_arrived = True
+        self._http.receive_data(data)
+        self._num_unparsed += len(data)
+        if self._num_unparsed > MAX_UNPARSED:
+            self._transport.pause_reading()
+        self._changed.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Record the end of the connection."""
+        if self._lost is None:
+            self._lost = UpstreamLost(f"the server closed the connection{f': {exc}' if exc else ''}")
+        self._upstream.forget(self)
+        self._changed.set()
+
+    def pause_writing(self) -> None:
+        """Stop sending until the server has read more."""
+        self._can_write = False
+
+    def resume_writing(self) -> None:
+        """Go on with sending."""
+        self._can_write = True
+        self._changed.set()
+
+    # ---- one request and its answer ----
 
     async def exchange(self, method: str, target: bytes, headers: Headers, body: bytes) -> UpstreamResponse:
-        """Send a request and return its answer once the head has arrived."""
+        """Send a request and return its answer once the head has arrived.
+
+        Raises:
+            UpstreamLost: there is no answer.
+        """
+        self._is_idle = self.has_arrived = False
         try:
-            fields = [(b"host", self._upstream.authority), *headers]
-            if body or method in ("POST", "PUT", "PATCH"):
-                fields.append((b"content-length", str(len(body)).encode()))
-            head = self._http.send(h11.Request(method=method, target=target, headers=fields)) or b""
-            data = (self._http.send(h11.Data(data=body)) or b"") if body else b""
-            self._writer.write(head + data + (self._http.send(h11.EndOfMessage()) or b""))
-            async with asyncio.timeout(SEND_S):
-                await self._writer.drain()
-            while True:
-                event = await self.next_event()
-                if isinstance(event, h11.Response):
-                    return UpstreamResponse(self, event)
-        except (OSError, TimeoutError, h11.ProtocolError) as error:
-            self.close()
-            raise UpstreamLost(str(error) or type(error).__name__) from error
+            if self._lost is not None:
+                raise self._lost
+            self._write_head(method, target, headers, body)
+            return UpstreamResponse(self, await self._send_body(body) or await self._head())
         except BaseException:
             self.close()
             raise
 
-    async def next_event(self) -> Event:
-        """Return the next event from the server."""
+    async def next_event(self) -> Any:
+        """Return the next event of the answer."""
         while (event := self.arrived_event()) is h11.NEED_DATA:
-            try:
-                self._http.receive_data(await self._reader.read(READ_BYTES))
-            except (OSError, h11.RemoteProtocolError) as error:
-                self.close()
-                raise UpstreamLost(str(error) or type(error).__name__) from error
+            await self._wait(SILENT_S, "more of the answer has arrived")
         return event
 
-    def arrived_event(self) -> Event:
+    def arrived_event(self) -> Any:
         """Return the next event that has arrived; `NEED_DATA` after the last one."""
         try:
             event = self._http.next_event()
         except h11.RemoteProtocolError as error:
             self.close()
-            raise UpstreamLost(str(error)) from error
-        if isinstance(event, h11.ConnectionClosed):
-            self.close()
-            raise UpstreamLost("the server closed the connection")
+            raise UpstreamDamaged(f"its answer is damaged: {error}") from error
+        if event is h11.NEED_DATA:
+            if self._lost is not None:
+                self.close()
+                raise self._lost
+            if self._num_unparsed > MAX_UNPARSED:
+                self._transport.resume_reading()
+            self._num_unparsed = 0
         return event
 
     def finish(self) -> None:
-        """Keep the connection for the next request if the answer was complete and both sides allow it."""
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+        """Keep the connection for the next request if both sides allow it.
+
+        Raises:
+            UpstreamDamaged: bytes have arrived beyond the end of the answer.
+        """
+        if self._http.trailing_data[0]:
+            self.close()
+            raise UpstreamDamaged("its answer goes on beyond its end")
+        is_done = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+        if is_done and self._is_sent and self._lost is None:
             self._http.start_next_cycle()
+            self._is_idle, self._idle_since_s, self._num_unparsed = True, self._loop.time(), 0
             self._upstream.keep(self)
         else:
             self.close()
 
     def close(self) -> None:
         """Close the connection at once."""
+        if self._lost is None:
+            self._lost = UpstreamLost("the connection was closed")
         self._upstream.forget(self)
-        self._writer.transport.abort()
+        self._transport.abort()
+        self._changed.set()
+
+    # ---- parts ----
+
+    def _write_head(self, method: str, target: bytes, headers: Headers, body: bytes) -> None:
+        fields = [(b"host", self._upstream.authority), *headers]
+        if body or method in ("POST", "PUT", "PATCH"):
+            fields.append((b"content-length", str(len(body)).encode()))
+        head = self._http.send(h11.Request(method=method, target=target, headers=fields)) or b""
+        # The parser has the whole request now; `_send_body` sends it.
+        for event in (h11.Data(data=body), h11.EndOfMessage()) if body else (h11.EndOfMessage(),):
+            self._http.send(event)
+        self._transport.write(head)
+
+    async def _send_body(self, body: bytes) -> h11.Response | None:
+        """Send a body in pieces; return the head of an answer that arrives before all of it was sent."""
+        for start in range(0, len(body), PIECE_BYTES):
+            self._transport.write(memoryview(body)[start : start + PIECE_BYTES])
+            while not self._can_write or self._lost is not None:
+                event = self.arrived_event()
+                if isinstance(event, h11.Response):
+                    self._is_sent = False
+                    return event
+                if event is h11.NEED_DATA:
+                    await self._wait(SEND_S, "the server has read more of the request")
+        return None
+
+    async def _head(self) -> h11.Response:
+        """Wait for the head of the answer; once its first byte has arrived, for a limited time."""
+        head_by_s: float | None = None
+        while not isinstance(event := self.arrived_event(), h11.Response):
+            if event is not h11.NEED_DATA:
+                head_by_s = None
+                continue
+            if head_by_s is None and self._http.trailing_data[0]:
+                head_by_s = self._loop.time() + HEAD_S
+            limit_s = None if head_by_s is None else head_by_s - self._loop.time()
+            await self._wait(limit_s, "the head of the answer was complete")
+        return event
+
+    async def _wait(self, limit_s: float | None, until: str) -> None:
+        """Wait until something has changed.
+
+        Raises:
+            UpstreamLost: nothing has changed in time.
+        """
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._changed.wait()
+        except TimeoutError as error:
+            self.close()
+            raise UpstreamLost(f"it took too long until {until}") from error
 
 
 class UpstreamResponse:
@@ -179,17 +349,31 @@ class UpstreamResponse:
         return next((value for key, value in self.headers if key == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the parts of the body as they arrive; parts that arrive together are joined, to be sent together."""
-        while self._connection is not None:
-            event, data = await self._connection.next_event(), bytearray()
-            while isinstance(event, h11.Data):
-                data += event.data
-                event = self._connection.arrived_event()
-            if isinstance(event, h11.EndOfMessage):
-                connection, self._connection = self._connection, None
-                connection.finish()
+        """Yield the parts of the body as they arrive; parts that arrive together are joined, to be sent together.
+
+        Raises:
+            UpstreamLost: the body is not whole.
+        """
+        while (connection := self._connection) is not None:
+            data, num_joined, lost = bytearray(), 0, None
+            event = await connection.next_event()
+            try:
+                while isinstance(event, h11.Data):
+                    data += event.data
+                    num_joined += 1
+                    if num_joined == MAX_JOINED:
+                        await asyncio.sleep(0)
+                        break
+                    event = connection.arrived_event()
+                if isinstance(event, h11.EndOfMessage):
+                    self._connection = None
+                    connection.finish()
+            except UpstreamLost as error:
+                lost = error
             if data:
                 yield bytes(data)
+            if lost is not None:
+                raise lost
 
     def close(self) -> None:
         """Abandon the answer, unless it was read to its end; the server then ends the request."""

@@ -27,7 +27,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.fleet.proxy.exchange import BodyBudget, Exchange
 from quire.fleet.proxy.forwarding import BROADCAST
 from quire.fleet.proxy.metrics import ProxyMetrics
-from quire.fleet.proxy.prompts import PATHS, RoutedPrompts
+from quire.fleet.proxy.prompts import RoutedPrompts
+from quire.fleet.proxy.streams import PATHS
 from quire.fleet.proxy.upstream import UpstreamLost
 from quire.fleet.ray.call import AnswerHead, RawHeaders, RoutedCall, Ticket, WholeAnswer
 from quire.fleet.ray.fleet import FLEETS, ReplicaFleet

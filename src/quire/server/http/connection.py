@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import socket
 import uuid
 from typing import Any, cast
@@ -16,6 +15,7 @@ from h11._writers import ChunkedWriter
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from quire.server.http.strict import StrictParser
 from quire.server.http.transport import BODY_WRITER, BodyWriter, CountingTransport
 from quire.server.requests.errors import SHOWN_ID, ApiError, too_many_connections
 
@@ -28,9 +28,6 @@ CHECK_INTERVAL_S = 1.0
 # loop. Beyond the free chunks, a body's chunks must have `MIN_MEAN_CHUNK` bytes on average: a turn then takes 50 ms.
 FREE_CHUNKS = 1024
 MIN_MEAN_CHUNK = 64
-# Bytes of a request line with its headers. h11 applies this limit to an incomplete head only.
-MAX_HEAD = 16 << 10
-END_OF_HEAD = re.compile(rb"\n\r?\n")
 # A client that has closed both halves of its connection answers a write with a reset, after a round trip.
 RESET_AFTER_S = 0.1
 
@@ -304,30 +301,19 @@ class Connection(H11Protocol):
         return b"".join(self.conn.send(event) or b"" for event in events)
 
 
-class StrictConnection(h11.Connection):
-    """An HTTP parser that refuses ambiguous requests, which a gateway and this server could split differently.
-
-    It also refuses requests that take long to parse, since parsing blocks the event loop.
-
-    h11 refuses most ambiguities itself. Two equal `Content-Length` headers, a header folded over lines and a bare line
-    feed at the end of a header have a single meaning by RFC 9112, and are accepted.
-    """
+class StrictConnection(StrictParser):
+    """A parser of requests that also refuses those that take long to parse, since parsing blocks the event loop."""
 
     def __init__(self, our_role: type[h11.SERVER]) -> None:
-        super().__init__(our_role, MAX_HEAD)
+        super().__init__(our_role)
         # Chunks and bytes of the current body.
         self._num_chunks = 0
         self._num_bytes = 0
 
     def next_event(self) -> Any:
         """Return the next event."""
-        if self.their_state is h11.IDLE and self._has_long_head():
-            raise h11.RemoteProtocolError(f"the request line and headers have more than {MAX_HEAD} bytes")
         event = super().next_event()
         if isinstance(event, h11.Request):
-            names = {name for name, _ in event.headers}
-            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version != b"1.1"):
-                raise h11.RemoteProtocolError("Transfer-Encoding with Content-Length, or in HTTP/1.0")
             self._num_chunks = self._num_bytes = 0
         elif isinstance(event, h11.Data):
             # The pieces of one chunk count as one: there are no more pieces than reads.
@@ -342,7 +328,3 @@ class StrictConnection(h11.Connection):
         if isinstance(event, h11.Data) and event.data and isinstance(self._writer, ChunkedWriter):
             return b"%x\r\n%b\r\n" % (len(event.data), event.data)
         return super().send(event)
-
-    def _has_long_head(self) -> bool:
-        arrived, _ = self.trailing_data
-        return len(arrived) > MAX_HEAD and not END_OF_HEAD.search(arrived, 0, MAX_HEAD)
