@@ -33,8 +33,8 @@ from benchmarks.make_model import write
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.inputs.request_options import RequestOptions
+from quire.engine.startup.loading import Wrappers
 from quire.engine.startup.start import load
-from quire.engine.startup.wrappers import Wrappers
 from quire.execution.capture.captured_steps import CapturedSteps
 from quire.execution.device_tokens.deferred_tokens import DeferredTokens
 from quire.execution.runners.runner import InProcessExecutor, ModelRunner

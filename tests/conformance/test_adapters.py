@@ -19,7 +19,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.memory import check
 from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
 from tests.conformance.conftest import slow_or_exhaustive
-from tests.distributed.engines import llm_of_threads
+from tests.distributed.engines import compare_every_step, llm_of_threads
 from tests.distributed.in_threads import native_library
 from tests.models.adapters.folders import linear_widths, merge, random_matrices, write_adapter
 
@@ -116,7 +116,7 @@ def test_two_ranks_have_the_tokens_of_one_process(adapted: Any, family: str) -> 
     native_library()
     case = adapted(family)
     with load(case) as one, load(case, tensor_parallel_size=2, max_num_batched_tokens=40, max_num_seqs=8) as two:
-        vars(two.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(two)
         expected = tokens(one, case)
         assert tokens(two, case) == expected == tokens(two, case)  # then from cached prefixes
 

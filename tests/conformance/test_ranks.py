@@ -14,6 +14,7 @@ from tests.conformance.checkpoints import EOS_TOKEN_ID, generate_with_transforme
 from tests.conformance.conftest import NAMES, Reference, slow_or_exhaustive
 from tests.conformance.test_draft_model import noisy_copy, with_model
 from tests.conformance.test_histories import load, outputs_of
+from tests.distributed.engines import compare_every_step
 from tests.distributed.in_threads import native_library
 from tests.models.mtp import save_mtp_checkpoint
 
@@ -44,7 +45,7 @@ def test_two_ranks_under_every_history(name: str, references: Callable[[str], Re
     ]
     for options in histories:
         with load(reference, tensor_parallel_size=2, **options) as llm:
-            vars(llm.engine.scheduler)["_digest_interval"] = 1
+            compare_every_step(llm)
             assert outputs_of(llm, reference.prompts) == reference.outputs
             # Again: from cached prefixes, where those were not evicted.
             assert outputs_of(llm, reference.prompts) == reference.outputs
@@ -61,7 +62,7 @@ def test_two_ranks_that_run_ahead(name: str, references: Callable[[str], Referen
     short = {"num_kv_blocks": SMALLEST_POOL.get(name, 12), "max_model_len": 96}
     for options in ({"max_num_seqs": 3, "max_num_batched_tokens": 16}, {**short, "swap_space": 8 << 20}):
         with load(reference, tensor_parallel_size=2, async_scheduling=True, **options) as llm:
-            vars(llm.engine.scheduler)["_digest_interval"] = 1
+            compare_every_step(llm)
             for _ in range(2):
                 assert outputs_of(llm, reference.prompts) == reference.outputs
 
@@ -93,7 +94,7 @@ def test_ranks_with_whole_experts(name: str, references: Callable[[str], Referen
     reference = references(name)
     for options in ({}, {"max_num_seqs": 3, "max_num_batched_tokens": 5}):
         with load(reference, tensor_parallel_size=2, enable_expert_parallel=True, **options) as llm:
-            vars(llm.engine.scheduler)["_digest_interval"] = 1
+            compare_every_step(llm)
             assert outputs_of(llm, reference.prompts) == reference.outputs
             assert outputs_of(llm, reference.prompts) == reference.outputs
 
@@ -101,7 +102,7 @@ def test_ranks_with_whole_experts(name: str, references: Callable[[str], Referen
 def drafts_of(llm: LLM, reference: Reference) -> tuple[int, int]:
     """Check that drafts change no output, twice; return the numbers of drafts and of accepted ones."""
     if llm.engine.ranks is not None:
-        vars(llm.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(llm)
     for _ in range(2):
         assert outputs_of(llm, reference.prompts) == reference.outputs
     return llm.stats.num_draft_tokens, llm.stats.num_accepted_tokens

@@ -14,6 +14,7 @@ from quire.models.specs.stage_spec import most_stages
 from tests.conformance.conftest import Reference, slow_or_exhaustive
 from tests.conformance.test_histories import load, outputs_of
 from tests.conformance.test_ranks import FIT_IN_CHUNKS, SMALLEST_POOL
+from tests.distributed.engines import compare_every_step
 from tests.distributed.in_threads import native_library
 
 # One family of each kind of cache and of layer; `tests/models/test_stages.py` compares the bits of all families.
@@ -40,7 +41,7 @@ def test_stages_under_every_history(name: str, references: Callable[[str], Refer
     ]
     for options in histories:
         with load(reference, pipeline_parallel_size=2, **options) as llm:
-            vars(llm.engine.scheduler)["_digest_interval"] = 1
+            compare_every_step(llm)
             assert outputs_of(llm, reference.prompts) == reference.outputs
             # Again: from cached prefixes, where those were not evicted.
             assert outputs_of(llm, reference.prompts) == reference.outputs
@@ -70,7 +71,7 @@ def test_stages_of_two_ranks(name: str, references: Callable[[str], Reference]) 
     short = {"num_kv_blocks": SMALLEST_POOL.get(name, 12), "max_model_len": 96}
     options: dict[str, Any] = {**short, "swap_space": 8 << 20, "preemption_mode": "swap"}
     with load(reference, pipeline_parallel_size=2, tensor_parallel_size=2, **options) as llm:
-        vars(llm.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(llm)
         assert outputs_of(llm, reference.prompts) == reference.outputs
         # Again: from cached prefixes, where those were not evicted.
         assert outputs_of(llm, reference.prompts) == reference.outputs

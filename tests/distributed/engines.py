@@ -16,9 +16,17 @@ from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
 from quire.engine.startup.rank_process import follow
-from quire.engine.startup.ranks import check_shared
+from quire.engine.startup.start import check_shared
+from quire.scheduling.command_log import CommandLog
 from tests.distributed.in_threads import TIMEOUT_S, make_transports
 from tests.distributed.test_pipeline import make_stages
+
+
+def compare_every_step(llm: LLM) -> None:
+    """Have the ranks of an engine compare the plan and the block tables of every step."""
+    log = llm.engine.scheduler.observer
+    assert isinstance(log, CommandLog)
+    log._digest_interval = 1
 
 
 @contextmanager
@@ -67,7 +75,7 @@ def llm_of_threads(
         with patch("quire.engine.startup.start.start", start):
             sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
             llm = LLM(model, **sizes, **{"num_threads": 1, "dtype": "float32", **options})
-        vars(llm.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(llm)
         with llm:
             yield llm
     finally:

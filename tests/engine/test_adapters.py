@@ -22,6 +22,7 @@ from quire.errors import (
     UnsupportedFeature,
 )
 from tests.conformance.checkpoints import save_checkpoint
+from tests.distributed.engines import compare_every_step
 from tests.distributed.in_threads import native_library
 from tests.models.adapters.folders import random_matrices, write_adapter
 from tests.ops.backends import LIBRARIES
@@ -115,7 +116,7 @@ def test_ranks_load_and_unload_adapters_as_one_process_does(world: World, tmp_pa
     native_library()
     options: dict[str, Any] = {"max_cpu_loras": 3, "pin_limit": 0.2}
     with world.load("one", **options) as one, world.load("one", **options, tensor_parallel_size=2) as two:
-        vars(two.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(two)
         assert serve(two) == serve(one)
         assert two.pin_prefix("p", {"prompt_token_ids": PROMPT}, lora_request=LoRARequest("two")) == 40
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.memory.manager import KVCacheManager
-from quire.scheduling.command_log import CommandLog, CommandReplay
+from quire.scheduling.command_log import CommandLog, CommandReplay, CommandStream
 from quire.scheduling.plan import StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.decoding.speculation import AdaptiveDrafter
@@ -103,7 +103,8 @@ class Followed:
     def make(self, memory: KVCacheManager, **options: Any) -> Scheduler:
         """Return the scheduler that is logged."""
         self.scheduler = Scheduler(memory, **options, plans_ahead=True)
-        self.log = CommandLog(self.scheduler, self._send, self._digest_interval)
+        self.stream = CommandStream(self._send)
+        CommandLog(self.scheduler, self.stream, self._digest_interval)
         return self.scheduler
 
     def _send(self, message: bytes) -> None:
@@ -118,7 +119,7 @@ def test_a_second_scheduler_plans_the_same_steps_ahead(arriving: list[Job], sett
     followed = Followed(setting)
     world = run_ahead([replace(job, prompt_logprobs=None, media=()) for job in arriving], setting, followed.make)
     assert followed.plans == world.executor.launched
-    followed.log.flush()
+    followed.stream.flush()
     assert not followed.follower.requests
     assert followed.follower.memory.usage() == world.memory.usage()
 

@@ -7,7 +7,7 @@ token, so that a sequence whose prompt is computed stays as long as it is and ke
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from quire import LLM
 from quire.config import CACHE_DTYPES, EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.startup import loading
+from quire.engine.startup.kv_cache import open_memory
 from quire.errors import InvariantViolation
 from quire.memory import FullAttention, KVCacheSpec
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
@@ -86,7 +87,7 @@ def scheduler_of(config: EngineConfig, num_tokens: int) -> tuple[Scheduler, int]
     specs = specs_of(config)
     machine = Machine(device="cpu", available_bytes=1 << 50, num_threads=1)
     resolved = resolve(config, machine, facts_of(config, specs, num_tokens))
-    memory = loading._memory(resolved, size_pool(specs, resolved.num_blocks), None, None)
+    memory = open_memory(resolved, size_pool(specs, resolved.num_blocks), ExitStack())
     return loading._scheduler(resolved, memory, None, None, config.parallel), resolved.max_concurrency
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.engine.startup.ends import find_ends
+from quire.engine.startup.tokenizers import find_ends
 from quire.models.checkpoints.checkpoint import Checkpoint, locate
 from quire.text.tokenizers.ends import EndToken
 from quire.text.tokenizers.tokenizer import Tokenizer

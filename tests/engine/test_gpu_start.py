@@ -12,7 +12,7 @@ import torch
 from quire.cli.doctor_gpu import GPU, describe
 from quire.config import EngineConfig, StepCost
 from quire.engine.startup import model_facts
-from quire.engine.startup.gpu_dtype import dtype_for, dtype_on
+from quire.engine.startup.model_facts import dtype_for, dtype_on
 from quire.errors import ConfigError
 from quire.execution.capture.captured_steps import CaptureOptions
 from quire.execution.profile.gpu_graph_profile import GraphBytes, GraphMemory, NumGraphs, graph_bytes

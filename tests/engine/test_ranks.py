@@ -17,6 +17,7 @@ from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, ParallelConfig
 from quire.distributed.torchrun import TorchrunPlace, torchrun_place
 from quire.errors import ConfigError, InvalidParameter, RankFailed, UnsupportedFeature, WorkerError
+from tests.distributed.engines import compare_every_step
 from tests.distributed.in_threads import native_library
 from tests.engine.test_kv_events import EVENTS
 from tests.kvevents.test_publisher import Client
@@ -50,7 +51,7 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
         "pin_limit": 0.1,
     }
     with LLM("bundled", **{**OPTIONS, **options}) as one, start(**options, kv_events_config=EVENTS) as two:
-        vars(two.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(two)
         yield one, two
 
 
@@ -154,7 +155,7 @@ def test_drafts_that_need_no_model(method: str) -> None:
     with LLM("bundled", num_kv_blocks=80, **OPTIONS) as one:
         expected = [output.outputs[0].token_ids for output in one.generate(prompts, params, use_tqdm=False)]
     with start(num_kv_blocks=80, speculative_config=config) as two:
-        vars(two.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(two)
         for _ in range(3):
             found = [output.outputs[0].token_ids for output in two.generate(prompts, params, use_tqdm=False)]
             assert found == expected
@@ -341,7 +342,7 @@ def test_torchrun_starts_the_ranks(backend: str) -> None:
 @pytest.mark.slow
 def test_an_error_while_another_rank_loads_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     native_library()
-    monkeypatch.setattr("quire.engine.startup.ranks.check_shared", lambda _: None)
+    monkeypatch.setattr("quire.engine.startup.start.check_shared", lambda _: None)
     before = children()
     with pytest.raises(ConfigError, match="query heads of layer 0, got 5"):
         start(5)

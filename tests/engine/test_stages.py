@@ -15,6 +15,7 @@ from quire import LLM, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, ParallelConfig
 from quire.distributed.torchrun import torchrun_place
 from quire.errors import ConfigError, RankFailed, WorkerError
+from tests.distributed.engines import compare_every_step
 from tests.distributed.in_threads import native_library
 from tests.engine.test_kv_events import EVENTS
 from tests.engine.test_ranks import (
@@ -45,7 +46,7 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
         "pin_limit": 0.1,
     }
     with LLM("bundled", **{**OPTIONS, **options}) as one, start(**options, kv_events_config=EVENTS) as two:
-        vars(two.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(two)
         yield one, two
 
 
@@ -112,7 +113,7 @@ def test_drafts_that_need_no_model(method: str) -> None:
         expected = [output.outputs[0].token_ids for output in one.generate(prompts, params, use_tqdm=False)]
     config = {"method": method, "num_speculative_tokens": 4}
     with start(3, num_kv_blocks=80, speculative_config=config) as three:
-        vars(three.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(three)
         for _ in range(3):
             found = [output.outputs[0].token_ids for output in three.generate(prompts, params, use_tqdm=False)]
             assert found == expected
@@ -127,7 +128,7 @@ def test_three_stages(backend: str, microbatches: int) -> None:
     with LLM("bundled", num_kv_blocks=40, **OPTIONS) as one:
         expected = texts(one, GREEDY)
     with start(3, all_reduce_backend=backend, pipeline_microbatches=microbatches) as three:
-        vars(three.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(three)
         assert texts(three, GREEDY) == expected
 
 

@@ -15,7 +15,7 @@ from quire.errors import InvalidParameter, LockstepDrift, PromptTooLong, Unsuppo
 from quire.memory import MediaSpan
 from quire.memory.prefix.token_chain import Namespace
 from quire.scheduling import Scheduler, StepPlan
-from quire.scheduling.command_log import CommandLog, CommandReplay
+from quire.scheduling.command_log import CommandLog, CommandReplay, CommandStream
 from quire.scheduling.log_messages import Command, decode
 from quire.scheduling.preemption import TransferRates
 from quire.sequences import Request, SamplingParams
@@ -48,7 +48,8 @@ class Pair:
         self.num_pinned = 0
         self.tags: Counter[bytes] = Counter()
         self.commands: list[Command] = []
-        self.log = CommandLog(self.leader.scheduler, self._send, digest_interval)
+        self.stream = CommandStream(self._send)
+        CommandLog(self.leader.scheduler, self.stream, digest_interval)
 
     def _send(self, commands: bytes) -> None:
         self.tags[commands[:1]] += 1
@@ -61,7 +62,7 @@ class Pair:
         plan = self.leader.plan()
         assert self.plans == ([plan] if plan.items else [])
         self.leader.finish_step(plan)
-        self.log.flush()
+        self.stream.flush()
         self.compare()
 
     def compare(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.memory.results import BlockCopy, MemoryOps, StoredBlock, Tier
 from quire.scheduling import StepPlan
-from quire.scheduling.command_log import CommandLog, CommandReplay
+from quire.scheduling.command_log import CommandLog, CommandReplay, CommandStream
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences import Request
 from tests.scheduling.harness import NEVER, Guesser, Harness, Job, Setting, outputs_of
@@ -191,7 +191,8 @@ def test_ranks_repeat_plans_that_are_made_ahead(
         made.extend(replay.apply(commands))
         executed.extend(replay_beside.apply(commands))
 
-    log = CommandLog(leader.microbatches, send, 1)
+    stream = CommandStream(send)
+    CommandLog(leader.microbatches, stream, 1)
     added: dict[int, Request] = {}
     rng = random.Random(0)
     last = max(job.arrives_at for job in arriving)
@@ -210,7 +211,7 @@ def test_ranks_repeat_plans_that_are_made_ahead(
         leader.in_flight += leader.microbatches.microbatches.new_plans
         leader.in_flight = leader.in_flight[1:]
         leader.finish_step(plan)
-        log.flush()
+        stream.flush()
         first, second = leader.microbatches, follower.microbatches
         assert [each.seq_id for each in first.running] == [each.seq_id for each in second.running]
         assert first.memory.usage() == second.memory.usage()

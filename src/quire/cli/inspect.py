@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def _read_ends(checkpoint: Checkpoint) -> tuple[tuple[EndToken, ...], str]:
     """Return the tokens that end an answer, and the reason why the tokenizer of a GGUF file would be refused, or ""."""
     from quire.config import ModelConfig
-    from quire.engine.startup.ends import find_ends
-    from quire.engine.startup.tokenizers import open_tokenizer
+    from quire.engine.startup.tokenizers import find_ends, open_tokenizer
 
     try:
         return find_ends(checkpoint, open_tokenizer(ModelConfig(), checkpoint)), ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
 
 from quire.config import ResolvedConfig
 from quire.distributed.ranks import Ranks
@@ -67,18 +67,19 @@ class Engine:
         config: the resolved configuration.
         scheduler: scheduler, which owns all sequences and calls the memory manager.
         executor: the data plane.
-        tokenizer: tokenizer; None if the engine works on token ids only. Closed with the engine.
+        tokenizer: tokenizer; None if the engine works on token ids only.
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: identity of the model for the prefix cache.
         clock: seconds, monotonic.
-        disk_prefetch: loader of blocks on disk; None without a prefix cache there. Closed with the engine.
+        parts: closes all that was opened for the engine; it is closed with the engine.
+        disk_prefetch: loader of blocks on disk; None without a prefix cache there.
         media_reader: reader of prompts' embeddings; None if the data plane accepts none.
         speculation: adaptive drafter, updated after each step; None without speculative decoding.
-        grammars: compiler of grammars for structured outputs; None if they are unsupported. Closed with the engine.
-        hand_over: hand-over of blocks to and from other engines; None without one. Closed with the engine.
+        grammars: compiler of grammars for structured outputs; None if they are unsupported.
+        hand_over: hand-over of blocks to and from other engines; None without one.
         adapters: loaded adapters; None without `enable_lora`.
         ranks: ranks that share the model; None for one process.
-        kv_events: publication of KV events; None without one. Closed with the engine.
+        kv_events: publication of KV events; None without one.
         can_generate: False where the model has no output head; only pooled requests are taken then.
 
     Attributes:
@@ -99,6 +100,7 @@ class Engine:
         end_token_ids: frozenset[int],
         cache_name: str,
         clock: Callable[[], float] = time.monotonic,
+        parts: ExitStack | None = None,
         disk_prefetch: DiskPrefetcher | None = None,
         media_reader: EmbeddingsReader | None = None,
         speculation: AdaptiveDrafter | None = None,
@@ -124,7 +126,7 @@ class Engine:
         pools = [group.pool for group in scheduler.memory.groups]
         self.block_lifetimes = BlockLifetimes(pools, share, clock) if share else None
         self.requests = RequestBuilder(config, prompts, grammars, end_token_ids, cache_name, can_generate=can_generate)
-        self._clock = clock
+        self._clock, self._parts = clock, parts or ExitStack()
         self._disk_prefetch = disk_prefetch
         self.grammars = grammars
         self._hand_over = hand_over
@@ -274,7 +276,7 @@ class Engine:
         return self._stats.measure(self._clock())
 
     def close(self) -> None:
-        """Abort unfinished requests, save the prefix cache to disk, and close all parts."""
+        """Abort unfinished requests, save the prefix cache to disk, and close all parts, the one opened last first."""
         in_flight, self._in_flight = self._in_flight, None
         try:
             if in_flight is not None:
@@ -287,11 +289,9 @@ class Engine:
             # After a failure of the worker the contents of its blocks are unknown.
             if self._disk_prefetch is not None and not self._early_ends.num_failed_steps:
                 self._disk_prefetch.save_all(self.executor, self.scheduler.take_ops(), self._clock)
+            self.publish_kv_events()
         finally:
-            parts: list[Any] = [self.executor, self.grammars, self.tokenizer, self._hand_over, self._disk_prefetch]
-            for part in (*parts, self.kv_events, self.scheduler.memory.tables.observer):
-                if part is not None:
-                    part.close()
+            self._parts.close()
 
     # ---- parts of a step ----
 

@@ -52,7 +52,4 @@ class CommandObserver(Protocol):
 
     def deltas_taken(self, seq_ids: Sequence[int], deltas: Sequence[tuple[TableDelta, ...]]) -> None: ...
 
-    def close(self) -> None:
-        """Release the observer's resources; later commands are not observed."""
-
     def loads_published(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> None: ...

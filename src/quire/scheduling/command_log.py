@@ -63,23 +63,48 @@ def digest_of(plan: StepPlan, scheduler: Scheduler) -> str:
     return blake2b(repr(state).encode(), digest_size=16).hexdigest()
 
 
+class CommandStream:
+    """The commands to the other ranks, in order: the scheduler's, and those of the parts beside it.
+
+    Args:
+        send: function that takes the commands since the last call, as bytes.
+    """
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self.send = send
+        self.pending: list[Command] = []
+
+    def put(self, name: str, *arguments: Any) -> None:
+        """Add a command; it is sent with the next step, or by `flush`."""
+        self.pending.append([name, *arguments])
+
+    def flush(self) -> None:
+        """Send the commands since the last call."""
+        if self.pending:
+            message = encode(self.pending)
+            self.pending.clear()
+            self.send(message)
+
+    def close(self) -> None:
+        """End the log."""
+        self.put("close")
+        self.flush()
+
+
 class CommandLog(SchedulerObserver):
     """Logs a scheduler's commands.
 
     Args:
         scheduler: new scheduler; it reports its commands to the log from now on.
-        send: function that takes the commands since the last call, as bytes. It is called before each plan, so that
-            others plan at the same time, and as soon as a step has results.
+        stream: receives the commands. It is flushed before each plan, so that others plan at the same time, and as soon
+            as a step has results.
         digest_interval: steps from one digest to the next.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, send: Callable[[bytes], None], digest_interval: int = DIGEST_INTERVAL
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, stream: CommandStream, digest_interval: int = DIGEST_INTERVAL) -> None:
         self._scheduler = scheduler
-        self._send = send
+        self._stream, self._put = stream, stream.put
         self._digest_interval = digest_interval
-        self._pending: list[Command] = []
         # Values from measured times that the other ranks have, by command.
         self._measured: dict[str, list[Any]] = {}
         self._num_known: dict[str, int] = {}
@@ -89,12 +114,12 @@ class CommandLog(SchedulerObserver):
 
     def add(self, request: Request) -> None:
         check_travels(request)
-        self.put("add", request_to_json(request))
+        self._put("add", request_to_json(request))
         if request.params.prompt_logprobs is not None:
             self._num_known[request.request_id] = 0
 
     def abort(self, request_id: str, reason: FinishReason) -> None:
-        self.put("abort", request_id, reason.value)
+        self._put("abort", request_id, reason.value)
 
     def plan(self, tick: int) -> None:
         self._send_plan("plan", tick)
@@ -104,52 +129,36 @@ class CommandLog(SchedulerObserver):
 
     def planned(self, plan: StepPlan) -> None:
         if plan.tick % self._digest_interval == 0:
-            self.put("digest", plan.tick, digest_of(plan, self._scheduler))
+            self._put("digest", plan.tick, digest_of(plan, self._scheduler))
 
     def update_from_results(self, items: Seq[ScheduledSequence], results: Seq[ItemResult]) -> None:
         first = items.seq_ids[0] if isinstance(items, DecodeItems) else items[0].seq_id
-        tokens = None if self._pending else single_tokens(results)
+        tokens = None if self._stream.pending else single_tokens(results)
         if tokens is None:
-            self.put("results", first, list(map(tokens_of, results)))
-            self.flush()
+            self._put("results", first, list(map(tokens_of, results)))
+            self._stream.flush()
         else:
-            self._send(encode_short("results", first) + tokens)
+            self._stream.send(encode_short("results", first) + tokens)
 
     def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
-        self.put("stop", sequence.seq_id, stop)
+        self._put("stop", sequence.seq_id, stop)
 
     def advance_beams(self, found: Seq[tuple[Candidate, ...]]) -> None:
-        self.put(
+        self._put(
             "beams", [[[each.parent_idx, each.token_id, each.score, each.stop] for each in group] for group in found]
         )
 
     def reset_prefix_cache(self) -> None:
-        self.put("reset")
+        self._put("reset")
 
     def pinned(self, name: str, chain: TokenChain, num_tokens: int) -> None:
         # No media are cached here, since `add` refuses them: the blocks have only the tokens of their chain.
-        self.put("pin", name, chain.tokens[:num_tokens], list(Namespace.deserialise(chain.root.content)))
+        self._put("pin", name, chain.tokens[:num_tokens], list(Namespace.deserialise(chain.root.content)))
 
     def unpinned(self, name: str) -> None:
-        self.put("unpin", name)
+        self._put("unpin", name)
 
     # ---- the log ----
-
-    def put(self, name: str, *arguments: Any) -> None:
-        """Log a command; it is sent with the next step, or by `flush`."""
-        self._pending.append([name, *arguments])
-
-    def flush(self) -> None:
-        """Send the commands since the last call."""
-        if self._pending:
-            message = encode(self._pending)
-            self._pending.clear()
-            self._send(message)
-
-    def close(self) -> None:
-        """End the log."""
-        self.put("close")
-        self.flush()
 
     def _send_plan(self, name: str, tick: int) -> None:
         """Send a plan command, after the values from measured times that have changed."""
@@ -162,19 +171,19 @@ class CommandLog(SchedulerObserver):
         for command, values in measured.items():
             if values != self._measured.get(command):
                 self._measured[command] = values
-                self.put(command, *values)
+                self._put(command, *values)
         for request_id, count in list(self._num_known.items()):
             request = scheduler.requests.get(request_id)
             if request is None:
                 del self._num_known[request_id]
             elif request.num_known_prompt_logprobs != count:
                 self._num_known[request_id] = request.num_known_prompt_logprobs
-                self.put("known", request_id, request.num_known_prompt_logprobs)
-        if self._pending:
-            self.put(name, tick)
-            self.flush()
+                self._put("known", request_id, request.num_known_prompt_logprobs)
+        if self._stream.pending:
+            self._put(name, tick)
+            self._stream.flush()
         else:
-            self._send(encode_short(name, tick))
+            self._stream.send(encode_short(name, tick))
 
 
 class CommandReplay:

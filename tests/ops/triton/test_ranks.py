@@ -18,6 +18,7 @@ from tests.conformance.checkpoints import (
     ragged_prompts,
     save_checkpoint,
 )
+from tests.distributed.engines import compare_every_step
 from tests.distributed.in_threads import native_library
 from tests.engine.test_adapters import WIDTHS
 from tests.models.adapters.folders import random_matrices, write_adapter
@@ -61,7 +62,7 @@ def test_two_ranks(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     expected = generate_with_transformers(folder, prompts, [EOS_TOKEN_ID])
     options = {"max_num_batched_tokens": 16, **options}
     with load(str(folder), POOL_FACTORS.get(name, 1), tensor_parallel_size=2, **options) as llm:
-        vars(llm.engine.scheduler)["_digest_interval"] = 1
+        compare_every_step(llm)
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
         for tokens, known in zip(found, expected, strict=True):
             # What the reference ends by itself is compared as far as it goes.

@@ -15,8 +15,8 @@ from quire.cli.quantization.gguf_vocabulary import tokenizer_fields
 from quire.cli.quantization.output import new_output
 from quire.cli.quantization.source import PlainTensors
 from quire.distributed.kvstore.record import bytes_of
-from quire.engine.startup.ends import find_ends
 from quire.engine.startup.model_defaults import sampling_fields
+from quire.engine.startup.tokenizers import find_ends
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.gguf import tensor_types as types
 from quire.models.gguf.architectures.common import FREQUENCY_FACTORS

@@ -33,7 +33,7 @@ from quire.execution.runners.executor import Executor
 from quire.memory.prefix.token_chain import TokenChain
 from quire.memory.results import BlockCopy, FetchedBlock, MemoryOps, StoredBlock, Tier
 from quire.memory.tiers.disk_tier import DiskLoad, DiskTier
-from quire.scheduling.command_log import CommandLog
+from quire.scheduling.command_log import CommandStream
 from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class DiskPrefetcher:
         step_tokens: int,
         sources: SourceLoads | None = None,
         ranks: Ranks | None = None,
+        commands: CommandStream | None = None,
     ) -> None:
         self._disk_tier = disk_tier
         self._disk = disk
@@ -74,7 +75,7 @@ class DiskPrefetcher:
         self._sources = sources
         self._ranks = ranks
         self._follows = ranks is not None and not ranks.is_leader
-        self.log: CommandLog | None = None
+        self._commands = commands
         if ranks is not None:
             ranks.end_timeout_s = END_TIMEOUT_S
 
@@ -183,9 +184,9 @@ class DiskPrefetcher:
 
     def _command(self, name: str) -> None:
         """Send a command to the other ranks; do nothing on other ranks than rank 0."""
-        if self.log is not None:
-            self.log.put(name)
-            self.log.flush()
+        if self._commands is not None:
+            self._commands.put(name)
+            self._commands.flush()
 
     def save_all(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
         """Save the published blocks for the next start, on all ranks; nothing is saved after a rank has failed.
@@ -237,10 +238,6 @@ class DiskPrefetcher:
                 yield tuple(part), part_bytes
                 part, part_bytes = [], 0
         yield tuple(part), part_bytes
-
-    def close(self) -> None:
-        """Complete the queued writes, and close the disk."""
-        self._disk.close()
 
     @property
     def stats(self) -> StoreStats | None:

@@ -81,11 +81,6 @@ class KVEventSource:
         with self._lock:
             self._being_saved[group_idx, where[0].digest(where[1])] = event
 
-    def close(self) -> None:
-        """Publish the last events, and close the publisher."""
-        self.publish_step()
-        self._publisher.close()
-
     # ---- any thread ----
 
     def request_all(self) -> None:

@@ -16,7 +16,7 @@ from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.loading.loading import make_adapter_slots
 from quire.models.modules.decoder import Decoder
-from quire.scheduling.command_log import CommandLog
+from quire.scheduling.command_log import CommandStream
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.lora import LoRARequest
 
@@ -46,7 +46,7 @@ def load_adapters(
     scheduler: Scheduler,
     model_name: str,
     ranks: Ranks | None = None,
-    log: CommandLog | None = None,
+    commands: CommandStream | None = None,
     adapter_bytes: int | None = None,
 ) -> AdapterRegistry | None:
     """Load the adapters of a configuration; None if the decoder takes none.
@@ -62,12 +62,12 @@ def load_adapters(
         return [request.adapter for request in scheduler.requests.values()]
 
     slots: DataPlaneSlots = own
-    if ranks is not None and log is None:
+    if ranks is not None and commands is None:
         slots = FollowerSlots(own, config.max_adapters)
         answer_calls(ranks.links, on_gpu(ranks.gpu, slots.answer))
         return AdapterRegistry(slots, config.max_adapters, used_slots, model_name)
-    if ranks is not None and log is not None:
-        slots = LeaderSlots(own, RankCalls(ranks.links, ranks.size), partial(log.put, "adapter"))
+    if ranks is not None and commands is not None:
+        slots = LeaderSlots(own, RankCalls(ranks.links, ranks.size), partial(commands.put, "adapter"))
     registry = AdapterRegistry(slots, config.max_adapters, used_slots, model_name)
     for name, path in config.adapters.items():
         try:

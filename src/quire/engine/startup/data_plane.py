@@ -1,24 +1,32 @@
-"""Builds the executor of a loaded model, which allocates the KV memory."""
+"""Builds the executor of a loaded model, which allocates the KV memory, and shares its steps with other ranks."""
 
 from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
 
 import torch
 
 from quire.config import ResolvedConfig
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
+from quire.distributed.ranks import Ranks
 from quire.execution.capture.captured_steps import CaptureOptions
 from quire.execution.device_tokens.deferred_tokens import DeferredTokens
 from quire.execution.runners.build import build_runner
 from quire.execution.runners.encoder_runner import EncoderRunner
 from quire.execution.runners.executor import Executor
+from quire.execution.runners.ranked_executor import RankedExecutor
 from quire.execution.runners.runner import InProcessExecutor
 from quire.memory.manager import KVCacheManager
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.encoder import Encoder
+from quire.scheduling.command_log import CommandStream
 from quire.text.structured.grammar_compiler import GrammarCompiler
 
+logger = logging.getLogger(__name__)
 
-def make_executor(
+
+def open_executor(
     model: Decoder | Encoder,
     draft: Decoder | None,
     memory: KVCacheManager,
@@ -27,29 +35,47 @@ def make_executor(
     stored: str,
     disk: DiskBlocks | None,
     grammars: GrammarCompiler | None,
+    parts: ExitStack,
 ) -> Executor:
     """Return the executor of a model, with the KV memory of a decoder; see `build_runner`."""
     if isinstance(model, Encoder):
-        return InProcessExecutor(EncoderRunner(model))
-    options = CaptureOptions(
-        resolved.cudagraph_capture_sizes,
-        resolved.max_model_len,
-        resolved.piecewise_cudagraph_capture_sizes,
-        resolved.max_num_seqs,
-    )
-    deferred = DeferredTokens(torch.device(resolved.device), model.ranks) if resolved.async_scheduling else None
-    runner = build_runner(
-        model,
-        num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
-        block_size=resolved.block_size,
-        device=resolved.device,
-        dtype=dtype,
-        stored=stored,
-        host_bytes=resolved.host_bytes,
-        disk=disk,
-        draft=draft,
-        grammars=None if grammars is None else grammars.grammars,
-        captured=options if options.sizes or options.piece_sizes else None,
-        deferred=deferred,
-    )
-    return InProcessExecutor(runner, deferred)
+        executor = InProcessExecutor(EncoderRunner(model))
+    else:
+        options = CaptureOptions(
+            resolved.cudagraph_capture_sizes,
+            resolved.max_model_len,
+            resolved.piecewise_cudagraph_capture_sizes,
+            resolved.max_num_seqs,
+        )
+        deferred = DeferredTokens(torch.device(resolved.device), model.ranks) if resolved.async_scheduling else None
+        runner = build_runner(
+            model,
+            num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
+            block_size=resolved.block_size,
+            device=resolved.device,
+            dtype=dtype,
+            stored=stored,
+            host_bytes=resolved.host_bytes,
+            disk=disk,
+            draft=draft,
+            grammars=None if grammars is None else grammars.grammars,
+            captured=options if options.sizes or options.piece_sizes else None,
+            deferred=deferred,
+        )
+        executor = InProcessExecutor(runner, deferred)
+    parts.callback(executor.close)
+    return executor
+
+
+def share_steps(
+    executor: Executor, ranks: Ranks | None, num_threads: int, commands: CommandStream | None, parts: ExitStack
+) -> Executor:
+    """Return the executor of a rank, which on rank 0 tells the others by `commands` when it closes."""
+    if ranks is None:
+        return executor
+    cores = ranks.cores(num_threads)
+    if cores:
+        logger.info("rank %d: threads on cores %s", ranks.rank, ", ".join(map(str, cores)))
+    ranked = RankedExecutor(executor, ranks, cores, None if commands is None else commands.close)
+    parts.callback(ranked.close)
+    return ranked

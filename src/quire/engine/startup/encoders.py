@@ -1,21 +1,15 @@
-"""Loading of an encoder, and the configuration of its engine: steps hold the longest prompt, no KV cache."""
+"""The configuration of an encoder's engine: steps hold the longest prompt, no KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from quire.config import EngineConfig, ModelConfig, context_length, step_tokens
+from quire.config import EngineConfig, context_length, step_tokens
 from quire.errors import ConfigError, shown
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.pooling_config import read_max_length
-from quire.models.loading.loading import load_encoder
-from quire.models.modules.encoder import Encoder
 from quire.models.specs.encoder_spec import EncoderSpec
-from quire.ops.interface.ops import Ops
 
 # Options that an encoder does not support, and their neutral values.
 NEUTRAL: dict[str, Any] = {
@@ -35,21 +29,6 @@ NEUTRAL: dict[str, Any] = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
 }
-
-
-def open_encoder(
-    options: ModelConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype, wrap_ops: Callable[[Ops], Ops]
-) -> Encoder:
-    """Load the encoder of a checkpoint with the options of its kernels and weights; see `load_encoder`."""
-    return load_encoder(
-        checkpoint,
-        device=device,
-        dtype=dtype,
-        kernels=options.kernels,
-        quantization=options.quantization,
-        weight_packing=options.weight_packing,
-        wrap_ops=wrap_ops,
-    )
 
 
 def encoder_config(config: EngineConfig, checkpoint: Checkpoint, spec: EncoderSpec, device: str) -> EngineConfig:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,38 +21,30 @@ from quire.config import (
     StepCost,
     resolve,
 )
-from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.distributed.ranks import Ranks
 from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.adapters import load_adapters, take_adapters
-from quire.engine.startup.data_plane import make_executor
-from quire.engine.startup.disk_cache import open_prefetch, open_stores
-from quire.engine.startup.encoders import encoder_config, open_encoder
-from quire.engine.startup.ends import read_end_token_ids
-from quire.engine.startup.gpu_dtype import dtype_on
-from quire.engine.startup.kv_events import open_kv_events
+from quire.engine.startup.data_plane import open_executor, share_steps
+from quire.engine.startup.encoders import encoder_config
+from quire.engine.startup.kv_cache import make_kv_events, open_memory, open_prefetch, open_publisher, open_stores
 from quire.engine.startup.model_defaults import read_default_params
-from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
-from quire.engine.startup.ranks import lead
+from quire.engine.startup.model_facts import cache_groups, dtype_on, model_facts, step_cost, stored_dtype
 from quire.engine.startup.speculation import load_draft, make_speculation
-from quire.engine.startup.tokenizers import open_tokenizer
+from quire.engine.startup.tokenizers import open_tokenizer, read_end_token_ids
 from quire.engine.startup.weight_check import check_weights
-from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError
-from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, least_host_bytes
+from quire.execution.runners.executor import Executor
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
-from quire.memory.recording.recorder import MemoryRecorder
-from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import KVCacheSpec
-from quire.models.capacity.pool_sizing import check_pin_limit, fit_context, num_kept_free, num_slabs, size_pool
+from quire.models.capacity.pool_sizing import check_pin_limit, fit_context, size_pool
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.pooling_config import PoolingConfig, read_pooling
 from quire.models.families.encoders import find_encoder
 from quire.models.families.quantization_config import check_stored_method
-from quire.models.loading.loading import load_decoder
+from quire.models.loading.loading import load_decoder, load_encoder
 from quire.models.loading.weights import choose_dtype
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.encoder import Encoder
@@ -63,6 +54,7 @@ from quire.ops.interface.ops import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 from quire.platform.numa import bound_to
+from quire.scheduling.command_log import CommandLog, CommandStream
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.decoding.drafting import Drafter
 from quire.text.structured.grammar_backend import open_grammars
@@ -73,13 +65,33 @@ from quire.text.tokenizers.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
+def _unwrapped(part: Any) -> Any:
+    return part
+
+
+class Wrappers(NamedTuple):
+    """Functions from a component of the engine, as built, to the wrapped one that the engine uses.
+
+    Args:
+        ops: wrapper of the model's kernels.
+        decoder: wrapper of the model.
+        scheduler: wrapper of the scheduler.
+        executor: wrapper of the executor.
+    """
+
+    ops: Callable[[Ops], Ops] = _unwrapped
+    decoder: Callable[[Decoder], Decoder] = _unwrapped
+    scheduler: Callable[[Scheduler], Scheduler] = _unwrapped
+    executor: Callable[[Executor], Executor] = _unwrapped
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model, ready to serve.
 
     Args:
         name: name under which it is served.
-        engine: engine of the model.
+        engine: engine of the model, which closes all parts that were opened for it.
         default_params: sampling parameters from the model's generation config.
         pooling: pooling of its embeddings.
         disk_prefetch: the engine's prefetcher of blocks outside memory; None without a disk, remote or peer cache.
@@ -94,28 +106,37 @@ class LoadedModel:
 
 def load_part(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
     """Load the part of a model that this process computes, and build its engine; see `startup.start.load`."""
-    try:
-        return _load(config, wrap, ranks)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise ConfigError(
-            f"model {config.model.model!r} does not start: {reason}; use a quantization, a smaller "
-            "gpu_memory_utilization or max_num_batched_tokens, or a larger tensor_parallel_size",
-            field="model",
-        ) from error
+    with ExitStack() as on_failure:
+        # Closes what has been opened, the last part first: here after a failure, else when the engine closes.
+        parts = on_failure.enter_context(ExitStack())
+        if ranks is not None and ranks.is_leader:  # another rank reports its failure before it closes them
+            parts.callback(ranks.close)
+        try:
+            loaded = _load(config, wrap, ranks, parts)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition(". ")[0]
+            raise ConfigError(
+                f"model {config.model.model!r} does not start: {reason}; use a quantization, a smaller "
+                "gpu_memory_utilization or max_num_batched_tokens, or a larger tensor_parallel_size",
+                field="model",
+            ) from error
+        on_failure.pop_all()
+    return loaded
 
 
-def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
+def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: ExitStack) -> LoadedModel:
     """See `load_part`."""
     config, device = _with_kernels(config)
     options, checkpoint = config.model, _open(config.model)
     tokenizer = open_tokenizer(options, checkpoint)
+    if tokenizer is not None:
+        parts.callback(tokenizer.close)
     dtype = dtype_on(device, choose_dtype(options.dtype, checkpoint), options.dtype)
     _prepare_process(options, ranks)
     config, model, guide, draft = _load_models(config, checkpoint, tokenizer, device, dtype, wrap, ranks)
     slots = None if isinstance(model, Encoder) else take_adapters(config.lora, checkpoint, model, ranks)
     stored = stored_dtype(config, dtype)
-    groups = [spec for each in (model, draft) if each for spec in cache_groups(config, each, stored)]
+    groups = [spec for part in (model, draft) if part for spec in cache_groups(config, part, stored)]
     step = step_cost(config, model, draft, device, stored)
     config, resolved = _resolve(config, model, groups, step, device, ranks)
     torch.set_num_threads(resolved.num_threads)
@@ -124,43 +145,42 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     name, merged = options.served_names[0], None if isinstance(model, Encoder) else model.merged_adapter
     pooling = read_pooling(checkpoint, model.spec, tokenizer, options.classifier_from_token)
     ends = read_end_token_ids(checkpoint, tokenizer)
-    grammars = _grammars(config, tokenizer, model.spec.vocab_size, ends)
+    grammars = _open_grammars(config, tokenizer, model.spec.vocab_size, ends, parts)
+    publisher = open_publisher(config, parts)
     disk = None
-    with ExitStack() as stack:
-        if config.cache.has_stores and not isinstance(model, Encoder):
-            models = [(each, of.spec) for each, of in ((checkpoint, model), (guide, draft)) if each and of]
-            disk = stack.enter_context(closing(open_stores(config, models, resolved, groups, dtype, ranks)))
-        memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
-        with bound_to(() if ranks is None else ranks.home):
-            executor = make_executor(model, draft, memory, resolved, dtype, stored, disk, grammars)
-        disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack, ranks)
-        speculation = make_speculation(config.speculative)
-        scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, config.parallel)
-        executor, log = lead(ranks, scheduler, executor, resolved.num_threads, disk_prefetch)
-        adapters = load_adapters(config.lora, slots, scheduler, name, ranks, log, resolved.adapter_bytes)
-        kv_events = open_kv_events(config, memory, adapters, disk)
-        if kv_events is not None:
-            stack.callback(kv_events.close)
-        engine = Engine(
-            resolved,
-            wrap.scheduler(scheduler),
-            wrap.executor(executor),
-            tokenizer,
-            end_token_ids=ends,
-            cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization, merged]))),
-            disk_prefetch=disk_prefetch,
-            # Keyed with the memory manager's secret, which is stored with a prefix cache on disk.
-            media_reader=_media_reader(model, memory),
-            speculation=speculation,
-            grammars=grammars,
-            hand_over=hand_over,
-            adapters=adapters,
-            ranks=ranks,
-            kv_events=kv_events,
-            can_generate=pooling.has_head,
-        )
-        # From here on the engine closes them.
-        stack.pop_all()
+    if config.cache.has_stores and not isinstance(model, Encoder):
+        models = [(files, part.spec) for files, part in ((checkpoint, model), (guide, draft)) if files and part]
+        disk = open_stores(config, models, resolved, groups, dtype, parts, ranks)
+    memory = open_memory(resolved, sizing, parts, disk, config.cache.record_memory)
+    with bound_to(() if ranks is None else ranks.home):
+        executor = open_executor(model, draft, memory, resolved, dtype, stored, disk, grammars, parts)
+    commands = None if ranks is None or not ranks.is_leader else CommandStream(ranks.send_commands)
+    disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, parts, ranks, commands)
+    speculation = make_speculation(config.speculative)
+    scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, config.parallel)
+    if commands is not None:
+        CommandLog(scheduler, commands)
+    adapters = load_adapters(config.lora, slots, scheduler, name, ranks, commands, resolved.adapter_bytes)
+    executor = share_steps(executor, ranks, resolved.num_threads, commands, parts)
+    engine = Engine(
+        resolved,
+        wrap.scheduler(scheduler),
+        wrap.executor(executor),
+        tokenizer,
+        end_token_ids=ends,
+        cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization, merged]))),
+        parts=parts,
+        disk_prefetch=disk_prefetch,
+        # Keyed with the memory manager's secret, which is stored with a prefix cache on disk.
+        media_reader=_media_reader(model, memory),
+        speculation=speculation,
+        grammars=grammars,
+        hand_over=hand_over,
+        adapters=adapters,
+        ranks=ranks,
+        kv_events=make_kv_events(config, publisher, memory, adapters, disk),
+        can_generate=pooling.has_head,
+    )
     return LoadedModel(name, engine, read_default_params(checkpoint, options.generation_config), pooling, disk_prefetch)
 
 
@@ -176,7 +196,15 @@ def _load_models(
     """Load a model, and one that makes drafts for it with its checkpoint; return them after their configuration."""
     options = config.model
     if find_encoder(checkpoint.config) is not None:
-        encoder = open_encoder(options, checkpoint, device, dtype, wrap.ops)
+        encoder = load_encoder(
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            kernels=options.kernels,
+            quantization=options.quantization,
+            weight_packing=options.weight_packing,
+            wrap_ops=wrap.ops,
+        )
         return encoder_config(config, checkpoint, encoder.spec, device), encoder, None, None
     check_weights(options, config.parallel, checkpoint, device, dtype)
     model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops, config.lora, ranks))
@@ -278,48 +306,6 @@ def _media_reader(model: Decoder | Encoder, memory: KVCacheManager) -> Embedding
     return EmbeddingsReader(model.spec.width, model.dtype, memory.chain([], Namespace("media")).root[0])
 
 
-def _open_log(path: str | None) -> TextIO | None:
-    """Open the file for the record of memory commands; None without a path."""
-    if path is None:
-        return None
-    try:
-        log = open(path, "x", encoding="utf-8", newline="\n")  # noqa: SIM115  the engine closes it
-    except OSError as error:
-        raise ConfigError(
-            f"record_memory must be a file that can be made anew: {path}: {error.strerror}", field="record_memory"
-        ) from error
-    logger.info("Memory commands are recorded in %s", path)
-    return log
-
-
-def _memory(
-    resolved: ResolvedConfig, sizing: ArenaSizing, log: TextIO | None, disk: DiskBlocks | None
-) -> KVCacheManager:
-    """Return the memory manager, with the bytes of `num_blocks` blocks of every token group and the null blocks."""
-    least = least_host_bytes(sizing.specs)
-    if 0 < resolved.swap_space < least:
-        raise ConfigError(
-            f"swap_space ({resolved.swap_space:,}) must be 0, or at least {least:,}: a block of every cache group",
-            field="swap_space",
-        )
-    settings = MemorySettings(
-        specs=sizing.specs,
-        num_bytes=arena_bytes(sizing.specs, resolved.num_blocks),
-        watermark=num_kept_free(sizing, resolved.watermark),
-        enable_prefix_caching=resolved.enable_prefix_caching,
-        eviction=resolved.eviction_policy,
-        pin_limit=num_slabs(sizing, resolved.pin_limit),
-        retention_limit=num_slabs(sizing, resolved.retention_limit),
-        host_bytes=resolved.host_bytes,
-        has_disk=disk is not None,
-        snapshot_interval=resolved.state_snapshot_interval,
-    )
-    manager = settings.build(os.urandom(32) if disk is None else disk.key)
-    if log is not None:
-        MemoryRecorder(manager, settings, log)
-    return manager
-
-
 def _scheduler(
     resolved: ResolvedConfig,
     memory: KVCacheManager,
@@ -344,13 +330,18 @@ def _scheduler(
     )
 
 
-def _grammars(
-    config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int, end_token_ids: frozenset[int]
+def _open_grammars(
+    config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int, end_token_ids: frozenset[int], parts: ExitStack
 ) -> GrammarCompiler | None:
     """Return the compiler of grammars; None without a tokenizer or an end token."""
     ends = sorted(token_id for token_id in end_token_ids if token_id < vocab_size)
     if tokenizer is None or not ends:
         return None
     limits = config.scheduler
-    grammars = open_grammars(GrammarModel(tokenizer.json_call, vocab_size, tuple(ends)))
-    return GrammarCompiler(grammars, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)
+    grammars = GrammarCompiler(
+        open_grammars(GrammarModel(tokenizer.json_call, vocab_size, tuple(ends))),
+        timeout_s=limits.grammar_timeout_s,
+        memory_bytes=limits.grammar_memory_bytes,
+    )
+    parts.callback(grammars.close)
+    return grammars

@@ -15,9 +15,8 @@ from quire.distributed.gpu_ranks import device_of_ranks, join_devices
 from quire.distributed.launch import join_ranks
 from quire.distributed.ranks import Ranks, exit_soon
 from quire.distributed.torchrun import torchrun_place
-from quire.engine.startup.loading import LoadedModel, load_part
+from quire.engine.startup.loading import LoadedModel, Wrappers, load_part
 from quire.engine.startup.ranked_adapters import FollowerSlots
-from quire.engine.startup.wrappers import Wrappers
 from quire.errors import RankFailed
 from quire.scheduling.command_log import CommandReplay
 
@@ -84,6 +83,7 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
             engine.executor.launch(plan).result()
     ranks.expect_end()
     engine.close()
+    ranks.close()
 
 
 def _commands_of_parts(loaded: LoadedModel, *, runs_ahead: bool) -> dict[str, Callable[..., None]]:

@@ -89,7 +89,7 @@ class RankedExecutor:
         self._inner.move(ops)
 
     def close(self) -> None:
-        """Let the other ranks end, and wait for them."""
+        """Let the other ranks end; the inner executor and the ranks are closed by their owner."""
         try:
             if self._close_log is not None and self._ranks.failure is None:
                 self._ranks.expect_end()
@@ -98,8 +98,6 @@ class RankedExecutor:
             self._ranks.fail(error)
         finally:
             self._unbind()
-            self._inner.close()
-            self._ranks.close()
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -11,8 +11,8 @@ import torch
 
 from quire.config import CACHE_DTYPES, EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
+from quire.engine.startup.loading import Wrappers
 from quire.engine.startup.start import load
-from quire.engine.startup.wrappers import Wrappers
 from quire.errors import WorkerError
 from quire.measurement.bench.percentiles import latency_lines, percentiles
 from quire.measurement.bench.probe import ProbedRates, measure_rates, synchronize

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.config import CacheConfig, CudaGraphConfig, EngineConfig, LoRAConfig, ParallelConfig
+from quire.engine.startup.loading import Wrappers
 from quire.engine.startup.start import load
-from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError, WorkerError
 from quire.measurement.bench.divergence import Divergence, DivergenceTally, GreedyAgreement
 from quire.measurement.bench.exact_ops import ExactOps

@@ -9,8 +9,8 @@ from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
+from quire.engine.startup.loading import Wrappers
 from quire.engine.startup.start import load
-from quire.engine.startup.wrappers import Wrappers
 from quire.errors import WorkerError
 from quire.execution.runners.executor import Executor
 from quire.measurement.bench.simulated_engine import step_times_json
