@@ -29,7 +29,6 @@ from quire.server.protocols.chat_protocols import (
     read_list,
     read_object,
     read_text,
-    read_tools,
     required_text,
     thinking_switch,
 )
@@ -108,7 +107,7 @@ def read_chat_fields(state: ServerState, fields: Fields) -> dict[str, Any]:
     if stop is not None and not isinstance(stop, list):
         raise InvalidParameter("stop_sequences", stop, "a list of strings")
     chat["stop"] = stop
-    chat["tools"] = read_tools(fields.get("tools"), (None, "custom"), NOT_KNOWN, _read_function)
+    chat["tools"] = _read_tools(fields.get("tools"))
     chat |= _read_choice(fields)
     config = fields.object("output_config")
     form = None if config is None else config.object("format")
@@ -184,6 +183,20 @@ def _read_blocks(blocks: list[Any], name: str, role: str) -> Iterator[dict[str, 
 
 def _input(block: Fields) -> dict[str, Any]:
     return read_object(block.get("input"), block.name("input")).as_dict()
+
+
+def _read_tools(items: object) -> object:
+    """Return tools in a chat's form; a value that is no list is unchanged, for the chat's own reader to refuse."""
+    if not isinstance(items, list):
+        return items
+    tools = []
+    for idx, value in enumerate(items):
+        tool = read_object(value, f"tools[{idx}]")
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            raise UnsupportedFeature(tool.name("type"), f"{shown(kind)} {NOT_KNOWN}")
+        tools.append({"type": "function", "function": _read_function(tool)})
+    return tools
 
 
 def _read_function(tool: Fields) -> dict[str, Any]:

@@ -141,20 +141,6 @@ def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
     return "".join(texts)
 
 
-def read_tools(items: object, kinds: tuple[Any, ...], refusal: str, read: Callable[[Fields], dict[str, Any]]) -> object:
-    """Return tools in a chat's form; a value that is no list is unchanged, for the chat's own reader to refuse."""
-    if not isinstance(items, list):
-        return items
-    tools = []
-    for idx, value in enumerate(items):
-        tool = read_object(value, f"tools[{idx}]")
-        kind = tool.get("type")
-        if kind not in kinds:
-            raise UnsupportedFeature(tool.name("type"), f"{shown(kind)} {refusal}")
-        tools.append({"type": "function", "function": read(tool)})
-    return tools
-
-
 def arguments_object(arguments: str) -> dict[str, Any] | None:
     """Return the arguments of a call as an object; None if they are no JSON object."""
     try:

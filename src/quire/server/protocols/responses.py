@@ -32,18 +32,22 @@ from quire.server.protocols.chat_protocols import (
     read_list,
     read_object,
     read_text,
-    read_tools,
     required_text,
 )
 from quire.server.protocols.models import read_fields
+from quire.server.protocols.response_tools import (
+    ResponseTools,
+    custom_arguments,
+    custom_input,
+    flat_name,
+)
 from quire.server.requests.errors import REQUEST_ID, ApiError
-from quire.server.requests.fields import Fields, Refusal
+from quire.server.requests.fields import Fields, Refusal, warn_once
 from quire.server.state.state import ServerState
 from quire.text.chat.messages import SANITIZE
 from quire.text.tool_calls import CallDelta
 from quire.text.tool_calls.calls import Piece
 
-NO_TOOL = "is no tool of this server, only function is"
 NOT_STORED = "the server stores no responses; send the whole conversation as input"
 SAME_FIELDS = ("temperature", "top_p", "stream", "parallel_tool_calls", *LABEL_FIELDS, *OWN_OPTIONS)
 UNSUPPORTED: Mapping[str, Refusal] = {
@@ -77,7 +81,13 @@ TEXT_EVENTS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
+# Records of tools that OpenAI's servers ran, without what these found.
+RECORDS = ("web_search_call", "file_search_call", "image_generation_call")
+CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+# Beginnings of the ids of items.
+ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 MESSAGE = re.compile(r"^messages\[\d+\](\.tool_calls\[\d+\])?")
 # Patterns of a chat's fields -> the protocol's names.
 NAMES: Sequence[tuple[str, str]] = (
@@ -93,38 +103,47 @@ NAMES: Sequence[tuple[str, str]] = (
 async def responses(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/responses`."""
     fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
-    reader = InputReader()
-    chat = read_chat_fields(fields, reader)
+    reader = RequestReader(fields)
     answer_id = f"resp_{request.scope[REQUEST_ID]}"
-    make_reply = partial(ResponseReply, response_head(fields, answer_id, model_name(state, request)))
-    return await answer_chat(state, request, chat, make_reply, answer_id, reader.rename)
+    head = response_head(fields, answer_id, model_name(state, request))
+    make_reply = partial(ResponseReply, head, reader.tools)
+    return await answer_chat(state, request, reader.chat, make_reply, answer_id, reader.rename)
 
 
 async def input_tokens(state: ServerState, request: Request) -> Response:
     """Answer `POST /v1/responses/input_tokens`: the length of the prompt, as `usage` would have it."""
     fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
-    reader = InputReader()
-    num_tokens = await count_chat(state, read_chat_fields(fields, reader), reader.rename)
+    reader = RequestReader(fields)
+    num_tokens = await count_chat(state, reader.chat, reader.rename)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-class InputReader:
-    """Converts instructions and input to the messages of a chat."""
+class RequestReader:
+    """Converts a request to the fields of a chat.
 
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+    Attributes:
+        tools: its tools.
+        chat: the fields of the chat.
+    """
+
+    def __init__(self, fields: Fields) -> None:
+        self._messages: list[dict[str, Any]] = []
         # The item of the input by the name of the message, or of the call, that it became.
         self._items: dict[str, str] = {}
         self._reasoning = ""
+        self._read_input(fields)
+        self.tools = ResponseTools(fields.get("tools"), fields.get("tool_choice"))
+        tools = {"tools": self.tools.functions, "tool_choice": self.tools.choice}
+        self.chat = read_options(fields) | {"messages": self._messages, **tools}
 
     def rename(self, field: str) -> str:
         """Return the protocol's name of a field of the chat."""
-        field = MESSAGE.sub(lambda match: self._items.get(match[0], match[0]), field)
+        field = self.tools.rename(MESSAGE.sub(lambda match: self._items.get(match[0], match[0]), field))
         for pattern, name in NAMES:
             field = re.sub(pattern, name, field, count=1)
         return field
 
-    def read(self, fields: Fields) -> None:
+    def _read_input(self, fields: Fields) -> None:
         """Read `instructions` and `input`."""
         instructions = fields.text("instructions")
         if instructions is not None:
@@ -148,9 +167,11 @@ class InputReader:
             self._add({"role": role, "content": text, SANITIZE: item.get(SANITIZE)}, name)
         elif kind == "function_call":
             item.refuse(NO_WISH)
-            function = {"name": required_text(item, "name"), "arguments": required_text(item, "arguments")}
-            self._add_call({"id": required_text(item, "call_id"), "type": "function", "function": function}, name)
-        elif kind == "function_call_output":
+            self._add_call(item, required_text(item, "arguments"), name)
+        elif kind == "custom_tool_call":
+            item.refuse(NO_WISH)
+            self._add_call(item, custom_arguments(required_text(item, "input")), name)
+        elif kind in CALL_OUTPUTS:
             output = read_text(item.get("output"), item.name("output"), TEXT_PARTS)
             result = {"role": "tool", "tool_call_id": required_text(item, "call_id"), "content": output}
             self._add({**result, SANITIZE: item.get(SANITIZE)}, name)
@@ -161,6 +182,8 @@ class InputReader:
             self._reasoning += read_text(item.get(name) or "", item.name(name), REASONING_PARTS)
         elif kind == "item_reference":
             raise UnsupportedFeature(item.name("type"), NOT_STORED)
+        elif kind in RECORDS:
+            warn_once(f"item {kind}", "left out items of type %r: such tools run on OpenAI's servers", kind)
         else:
             raise UnsupportedFeature(item.name("type"), f"items of type {shown(kind)} cannot be read")
 
@@ -168,8 +191,8 @@ class InputReader:
         if message["role"] == "assistant":
             self._add_reasoning(message)
         self._reasoning = ""
-        self._items[f"messages[{len(self.messages)}]"] = name
-        self.messages.append(message)
+        self._items[f"messages[{len(self._messages)}]"] = name
+        self._messages.append(message)
 
     def _add_reasoning(self, message: dict[str, Any]) -> None:
         """Add the reasoning before an item to the assistant's message that the item belongs to."""
@@ -177,23 +200,23 @@ class InputReader:
             message["reasoning_content"] = message.get("reasoning_content", "") + self._reasoning
         self._reasoning = ""
 
-    def _add_call(self, call: dict[str, Any], name: str) -> None:
+    def _add_call(self, item: Fields, arguments: str, name: str) -> None:
         """Add a call to the assistant's message before it, or else to a new one."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
+        called = flat_name(required_text(item, "name"), item.text("namespace"))
+        function = {"name": called, "arguments": arguments}
+        call = {"id": required_text(item, "call_id"), "type": "function", "function": function}
+        if not self._messages or self._messages[-1]["role"] != "assistant":
             self._add({"role": "assistant", "content": ""}, name)
-        self._add_reasoning(self.messages[-1])
-        calls = self.messages[-1].setdefault("tool_calls", [])
-        self._items[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = name
+        self._add_reasoning(self._messages[-1])
+        calls = self._messages[-1].setdefault("tool_calls", [])
+        self._items[f"messages[{len(self._messages) - 1}].tool_calls[{len(calls)}]"] = name
         calls.append(call)
 
 
-def read_chat_fields(fields: Fields, reader: InputReader) -> dict[str, Any]:
-    """Convert a request to the fields of a chat."""
-    reader.read(fields)
+def read_options(fields: Fields) -> dict[str, Any]:
+    """Return the fields of a chat beside messages and tools."""
     chat = {name: fields.get(name) for name in SAME_FIELDS}
-    chat |= {"messages": reader.messages, "max_tokens": fields.get("max_output_tokens")}
-    chat["tools"] = read_tools(fields.get("tools"), ("function",), NO_TOOL, lambda tool: _flat(tool.as_dict()))
-    chat["tool_choice"] = _read_choice(fields.get("tool_choice"))
+    chat["max_tokens"] = fields.get("max_output_tokens")
     fields.flag("store")
     for name in ("metadata", "stream_options"):
         fields.object(name)
@@ -212,26 +235,6 @@ def read_chat_fields(fields: Fields, reader: InputReader) -> dict[str, Any]:
     reasoning = fields.object("reasoning")
     chat["reasoning_effort"] = None if reasoning is None else reasoning.get("effort")
     return chat
-
-
-def _read_choice(choice: object) -> object:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return _nested(choice)
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        listed = choice.get("tools")
-        if isinstance(listed, list):
-            listed = [_nested(one) if isinstance(one, dict) else one for one in listed]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": listed}}
-    return choice
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function whose fields are in an object of their own, as in chats."""
-    return {"type": flat.get("type"), "function": _flat(flat)}
-
-
-def _flat(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in tool.items() if key != "type"}
 
 
 def response_head(fields: Fields, answer_id: str, model: str) -> dict[str, Any]:
@@ -263,8 +266,9 @@ class ResponseReply:
 
     stream_format = sse.NAMED_EVENTS
 
-    def __init__(self, head: Mapping[str, Any], extras: ChatExtras) -> None:
+    def __init__(self, head: Mapping[str, Any], tools: ResponseTools, extras: ChatExtras) -> None:
         self._head = dict(head)
+        self._tools = tools
         self._parts = SampleParts(extras)
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
@@ -321,7 +325,9 @@ class ResponseReply:
             text = piece if isinstance(piece, str) else piece[0] if isinstance(piece, Reasoning) else piece.arguments
             self._text.append(text)
             self._is_whole = not isinstance(piece, CallDelta) or piece.is_last
-            yield self._part_event("delta", delta=text)
+            # The input of a custom tool is a string of JSON, which is known when it is whole.
+            if self._items[-1]["type"] != "custom_tool_call":
+                yield self._part_event("delta", delta=text)
         if output.finished:
             self._finish_reason = output.finish_reason
             is_cut = not self._is_whole or (not isinstance(self._key, int) and output.finish_reason == "length")
@@ -332,13 +338,13 @@ class ResponseReply:
         self._text = []
         item: dict[str, Any]
         if isinstance(piece, CallDelta):
-            call = {"call_id": self._parts.new_id(), "name": piece.name, "arguments": ""}
-            item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", **call}
+            item = self._tools.called(piece.name or "").item(self._parts.new_id())
         elif isinstance(piece, Reasoning):
-            item = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": [], "content": []}
+            item = {"type": "reasoning", "summary": [], "content": []}
         else:
-            item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "content": []}
-        self._items.append(item | {"status": "in_progress"})
+            item = {"type": "message", "role": "assistant", "content": []}
+        item_id = f"{ID_PREFIXES[item['type']]}_{secrets.token_hex(12)}"
+        self._items.append({"id": item_id, **item, "status": "in_progress"})
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
         if "content" in item:
             yield self._part_event("added", "response.content_part", part=_part(item["type"], ""))
@@ -352,6 +358,11 @@ class ResponseReply:
             yield self._part_event("done", text=text)
             yield self._part_event("done", "response.content_part", part=_part(item["type"], text))
             item["content"] = [_part(item["type"], text)]
+        elif item["type"] == "custom_tool_call":
+            item["input"] = custom_input(text)
+            if item["input"]:
+                yield self._part_event("delta", delta=item["input"])
+            yield self._part_event("done", input=item["input"])
         else:
             yield self._part_event("done", name=item["name"], arguments=text)
             item["arguments"] = text

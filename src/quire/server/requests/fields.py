@@ -11,10 +11,17 @@ from quire.errors import InvalidParameter, UnsupportedFeature
 
 logger = logging.getLogger(__name__)
 
-# Unknown names that were logged; clients may send any number of them, of any length.
+# Topics of warnings that were logged; clients may send any number of unknown names, of any length.
 _warned: set[str] = set()
 MAX_WARNED = 256
 MAX_NAME = 64
+
+
+def warn_once(topic: str, message: str, *args: object) -> None:
+    """Log a warning, once for each topic."""
+    if topic not in _warned and len(_warned) < MAX_WARNED:
+        _warned.add(topic)
+        logger.warning(message, *args)
 
 
 # The neutral values of a field, and the reason why all others are refused.
@@ -88,6 +95,5 @@ class Fields:
         """Warn of unknown fields, once a name; clients send new fields before servers know them, so none is refused."""
         names = set(field_names)
         for field in sorted(self._values.keys() - names - _warned)[: MAX_WARNED - len(_warned)]:
-            _warned.add(field)
             short = field[:MAX_NAME]
-            logger.warning("ignored the unknown field %r%s", self.name(short), hint_for(short, {}, names))
+            warn_once(field, "ignored the unknown field %r%s", self.name(short), hint_for(short, {}, names))
