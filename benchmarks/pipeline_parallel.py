@@ -47,7 +47,7 @@ def rows(num_rows: int) -> torch.Tensor:
 
 def send_rows(rank: int, connection: int, memory: int) -> None:
     """Send rows to rank 0, one message after each command of it."""
-    ranks, _ = join_ranks(rank, connection, memory)
+    ranks, _ = join_ranks(rank, connection, memory, lambda _, __: None)
     assert isinstance(ranks.group, PipelineGroup)
     for num_rows in LINK_ROWS:
         x = rows(num_rows)
@@ -60,7 +60,7 @@ def send_rows(rank: int, connection: int, memory: int) -> None:
 def measure_links(backend: str) -> dict[str, float]:
     """Return the microseconds from a command to the rows that another process answers it with: medians."""
     config = ParallelConfig(pipeline_parallel_size=2, all_reduce_backend=backend)
-    ranks = start_ranks(config, {}, "benchmarks.pipeline_parallel:send_rows")
+    ranks = start_ranks(config, {}, "benchmarks.pipeline_parallel:send_rows", lambda _: None)
     group, found = ranks.group, {}
     assert isinstance(group, PipelineGroup)
     try:

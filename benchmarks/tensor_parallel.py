@@ -135,7 +135,7 @@ def rows(num_rows: int) -> torch.Tensor:
 
 def sum_rank(rank: int, connection: int, memory: int) -> None:
     """Take part in the sums of rank 0."""
-    ranks, _ = join_ranks(rank, connection, memory)
+    ranks, _ = join_ranks(rank, connection, memory, lambda _, __: None)
     for num_rows in SUM_ROWS:
         x = rows(num_rows)
         for _ in range(NUM_SUMS):
@@ -146,7 +146,7 @@ def sum_rank(rank: int, connection: int, memory: int) -> None:
 @contextmanager
 def summing(backend: str) -> Iterator[Any]:
     config = ParallelConfig(tensor_parallel_size=2, all_reduce_backend=backend)
-    ranks = start_ranks(config, {}, "benchmarks.tensor_parallel:sum_rank")
+    ranks = start_ranks(config, {}, "benchmarks.tensor_parallel:sum_rank", lambda _: None)
     try:
         yield ranks.group
         ranks.expect_end()

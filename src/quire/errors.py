@@ -103,6 +103,10 @@ class UnsupportedModel(ConfigError):
     """A model architecture that no family implements; the message lists the supported ones."""
 
 
+class RanksDiffer(ConfigError):
+    """Ranks of a model that cannot share it: an option, a file or a version differs; the message names both values."""
+
+
 class LogError(QuireError):
     """A file that is not a log of memory commands, or a log of a version that cannot be replayed."""
 
@@ -300,12 +304,12 @@ class RankFailed(WorkerError):
     """A rank of a model that several processes share has ended, or does not answer; no rank can continue.
 
     Args:
-        rank: number of the rank.
+        rank: number of the rank; None if it may be one of several.
         why: description of the failure.
     """
 
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank} {why}; all ranks of the model end")
+    def __init__(self, rank: int | None, why: str) -> None:
+        super().__init__(f"{'a rank' if rank is None else f'rank {rank}'} {why}; all ranks of the model end")
         self.rank = rank
         self.why = why
 

@@ -65,7 +65,7 @@ def test_the_end_of_the_leader_is_known(three: list[RankLinks]) -> None:
     ("error", "match"),
     [
         (LockstepDrift("other plan"), "^other plan$"),
-        (ConfigError("bad option", field="x"), "^bad option$"),
+        (ConfigError("bad option", field="x"), "^rank 1: bad option$"),
         (MemoryError("no memory"), "rank 1 failed: MemoryError: no memory"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,15 @@ from tests.distributed.in_threads import make_transports, run_ranks
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def gloo_transports(size: int, folder: Path) -> list[GlooTransport]:
+def gloo_transports(size: int, folder: Path, members: Sequence[int] | None = None) -> list[GlooTransport]:
     """Return transports of gloo, which find each other by a file; made side by side, as ranks do."""
+    folder.mkdir(exist_ok=True)
     made: dict[int, GlooTransport] = {}
 
     def make(rank: int) -> None:
         distributed: Any = torch.distributed
         store = distributed.FileStore(str(folder / "store"), size)
-        made[rank] = GlooTransport(store, rank, size, 60.0, "127.0.0.1")
+        made[rank] = GlooTransport(store, rank, size, 60.0, "127.0.0.1", members)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -37,6 +38,25 @@ def gloo_transports(size: int, folder: Path) -> list[GlooTransport]:
     for thread in threads:
         thread.join(60)
     return [made[rank] for rank in range(size)]
+
+
+def test_gloo_names_the_rank_that_it_does_not_reach_where_it_knows(tmp_path: Path) -> None:
+    """The other one of two, and rank 0 where that sends; one of several is "a rank", never rank -1."""
+    x = torch.ones(4)
+    cases: list[tuple[tuple[int, ...], int, dict[int, tuple[str, Callable[[GlooTransport], Any]]]]] = [
+        ((2, 5), 1, {0: ("rank 5", lambda one: one.all_reduce(x))}),
+        ((2, 5), 0, {1: ("rank 2", lambda one: one.receive())}),
+        ((3, 4, 7), 0, {1: ("rank 3", lambda one: one.receive()), 2: ("a rank", lambda one: one.all_reduce(x))}),
+    ]
+    for members, ended, calls in cases:
+        made = gloo_transports(len(members), tmp_path / f"{members}{ended}", members)
+        made.pop(ended).close()
+        for idx, (name, call) in calls.items():
+            with pytest.raises(RankFailed, match=f"^{name} cannot be reached") as failed:
+                call(made[idx - (ended < idx)])
+            assert failed.value.rank == (int(name[5:]) if name != "a rank" else None)
+        for transport in made:
+            transport.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs a list of threads")

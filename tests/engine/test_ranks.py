@@ -15,7 +15,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, ParallelConfig
-from quire.distributed.torchrun import TorchrunPlace, torchrun_place
+from quire.distributed.torchrun import TorchrunPlace, check_size, torchrun_place
 from quire.errors import ConfigError, InvalidParameter, RankFailed, UnsupportedFeature, WorkerError
 from tests.distributed.engines import compare_every_step
 from tests.distributed.in_threads import native_library
@@ -197,8 +197,11 @@ def test_torchrun_must_have_started_as_many(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert torchrun_place(ParallelConfig()) is None
+    config = ParallelConfig(tensor_parallel_size=2)
+    place = torchrun_place(config)
+    assert place is not None
     with pytest.raises(ConfigError, match=r"has started \(4\), got 2"):
-        torchrun_place(ParallelConfig(tensor_parallel_size=2))
+        check_size(config, place)
 
 
 def test_a_model_that_ranks_cannot_share_is_refused_and_leaves_no_process() -> None:

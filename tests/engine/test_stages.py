@@ -13,7 +13,7 @@ import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, ParallelConfig
-from quire.distributed.torchrun import torchrun_place
+from quire.distributed.torchrun import TorchrunPlace, check_size
 from quire.errors import ConfigError, RankFailed, WorkerError
 from tests.distributed.engines import compare_every_step
 from tests.distributed.in_threads import native_library
@@ -178,13 +178,9 @@ def test_more_stages_than_layers_are_refused_and_leave_no_process() -> None:
         ),
     ],
 )
-def test_torchrun_must_have_started_as_many(
-    sizes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
+def test_torchrun_must_have_started_as_many(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
-        torchrun_place(ParallelConfig(**sizes))
+        check_size(ParallelConfig(**sizes), TorchrunPlace(0, 4, 0, 1, "host"))
     assert refused.value.field == "pipeline_parallel_size"
 
 

@@ -37,6 +37,7 @@ def test_clients_get_a_typed_error_when_a_rank_is_killed(folder: Path, tmp_path:
             *_, error, done = [line for line in lines if line.startswith("data: ")]
         told = check_form(error.removeprefix("data: "), 503)
         assert told["code"] == "engine_error"
+        assert f"rank 1 (process {rank}) was ended by SIGKILL" in told["message"]
         assert done == "data: [DONE]"
         assert server.process.wait(PATIENCE_S) == 1
         assert f"rank 1 (process {rank}) was ended by SIGKILL" in server.log.read_text()

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             "leave one of them out",
             field="allow_runtime_lora_updating",
         )
-    check_files(engine_config)
+    place = None
     if engine_config.parallel.num_ranks > 1:
         from quire.distributed.torchrun import torchrun_place
 
@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
             from quire.engine.startup.start import load
 
             load(engine_config)  # serves plans of rank 0 until rank 0 ends, and then exits
+    if place is None:  # the ranks of torchrun check files once they are connected, so that each has the error
+        check_files(engine_config)
     # The address is bound first, since the import of the engine takes seconds, and loading may take minutes.
     with bind_server(server_config) as listener:
         if args.replicas != 1:

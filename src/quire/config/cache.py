@@ -8,6 +8,8 @@ from typing import Any
 
 from quire.config.cache_dtypes import CACHE_DTYPES
 from quire.config.checks import (
+    GIVEN_ALIKE,
+    OWN,
     check_choices,
     check_flag,
     check_share,
@@ -95,15 +97,15 @@ class CacheConfig:
     pin_limit: float = 0.0
     retention_limit: float = 0.25
     kv_cache_metrics_sample: float = 0.01
-    prefix_cache_dir: str | None = None
+    prefix_cache_dir: str | None = field(default=None, metadata=GIVEN_ALIKE)
     prefix_cache_disk_bytes: int = 8 << 30
     prefix_cache_url: str | None = None
     prefix_cache_timeout_s: float = 0.25
     prefix_cache_ttl_s: float | None = 86400.0
     prefix_cache_write_policy: str | None = field(default=None, metadata={"choices": WRITE_POLICIES})
     kv_transfer_config: str | None = None
-    record_memory: str | None = None
-    kv_events_config: Mapping[str, Any] | None = None
+    record_memory: str | None = field(default=None, metadata=OWN)
+    kv_events_config: Mapping[str, Any] | None = field(default=None, metadata=OWN)
     kv_events_format: str = choice("map", FORMATS)
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import field, fields
 from math import inf
+from types import MappingProxyType
 from typing import Any, Final
 
 from quire.errors import ConfigError, shown
@@ -16,6 +17,12 @@ UNITS: Final = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for unit, base in ((letter, 1000), (letter + "B", 1000), (letter + "IB", 1024))
 }
+
+
+# Metadata of the field of an option for which each rank of a model may have a value of its own. Ranks compare all other
+# options when they join; of an option that is `GIVEN_ALIKE`, they compare whether it is given.
+OWN: Final = {"ranks": "own"}
+GIVEN_ALIKE: Final = {"ranks": "given"}
 
 
 def check_text(name: str, value: object, *, optional: bool = False) -> None:
@@ -112,6 +119,6 @@ def put_size(config: Any, name: str, low: int, *, optional: bool = False) -> Non
     check_whole(name, value, low, optional=optional)
 
 
-def choice(default: str, allowed: tuple[str, ...]) -> Any:
-    """Return a field with a fixed set of values, for `check_choices` and `--help`."""
-    return field(default=default, metadata={"choices": allowed})
+def choice(default: str, allowed: tuple[str, ...], ranks: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """Return a field with a fixed set of values, for `check_choices` and `--help`; `ranks` is empty, or `OWN`."""
+    return field(default=default, metadata={"choices": allowed, **ranks})

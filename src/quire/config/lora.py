@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any, Final
 
-from quire.config.checks import check_flag, check_whole
+from quire.config.checks import OWN, check_flag, check_whole
 from quire.errors import ConfigError, shown
 
 MAX_RANK: Final = 512
@@ -31,7 +31,7 @@ class LoRAConfig:
     """
 
     enable_lora: bool = False
-    lora_modules: tuple[str, ...] = field(default=(), metadata={"nargs": "+"})
+    lora_modules: tuple[str, ...] = field(default=(), metadata={"nargs": "+", **OWN})
     max_lora_rank: int = DEFAULT_MAX_RANK
     max_cpu_loras: int | None = None
     merge_lora: bool = False

@@ -9,6 +9,8 @@ from typing import Any, Final, Literal, get_args
 from quire.config.async_scheduling import check_served_async
 from quire.config.cache import CacheConfig
 from quire.config.checks import (
+    GIVEN_ALIKE,
+    OWN,
     check_choices,
     check_flag,
     check_positive,
@@ -90,21 +92,21 @@ class ModelConfig:
             them, such as Qwen3-Reranker: "no,yes". None takes the cosine of embeddings.
     """
 
-    model: str = "bundled"
-    tokenizer: str | None = None
+    model: str = field(default="bundled", metadata=OWN)
+    tokenizer: str | None = field(default=None, metadata=OWN)
     tokenizer_pre: str | None = None
     skip_tokenizer_init: bool = False
-    revision: str | None = None
+    revision: str | None = field(default=None, metadata=OWN)
     dtype: str = choice("auto", DTYPES)
-    device: str = choice("auto", DEVICES)
+    device: str = choice("auto", DEVICES, OWN)
     max_model_len: int | None = None
     served_model_name: str | Sequence[str] | None = None
-    chat_template: str | None = None
+    chat_template: str | None = field(default=None, metadata=OWN)
     sanitize_control_tokens: str = choice("always", SANITIZED)
     generation_config: str = choice("auto", ("auto", "vllm"))
     seed: int = 0
-    num_threads: int | None = None
-    kernels: str = choice("auto", KERNELS)
+    num_threads: int | None = field(default=None, metadata=OWN)
+    kernels: str = choice("auto", KERNELS, OWN)
     quantization: Quantization | None = field(
         default=None, metadata={"choices": get_args(Quantization), "note": STORED_NOTE}
     )
@@ -270,6 +272,20 @@ class EngineConfig:
     def to_options(self) -> dict[str, Any]:
         """Return the flat options from which `from_options` creates an equal configuration."""
         return {name: getattr(getattr(self, part), name) for name, part in option_sections().items()}
+
+    def options_of_ranks(self) -> dict[str, Any]:
+        """Return the options that must be equal on all ranks of a model.
+
+        They are all options, except those whose fields have the metadata `OWN`: paths of files that the ranks compare
+        by their contents, and what differs between hosts. For `GIVEN_ALIKE`, the value is whether the option is given.
+        """
+        options = self.to_options()
+        for item in (item for part in PARTS.values() for item in fields(part)):
+            if item.metadata.get("ranks") == OWN["ranks"]:
+                del options[item.name]
+            elif item.metadata.get("ranks") == GIVEN_ALIKE["ranks"]:
+                options[item.name] = options[item.name] is not None
+        return options
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from quire.config.checks import check_choices, check_flag, check_positive, check_served, check_whole
+from quire.config.checks import OWN, check_choices, check_flag, check_positive, check_served, check_whole
 from quire.config.cpu_bind import AUTO, MAX_CPU, check_cpu_bind, cpu_lists
 from quire.errors import ConfigError
 
@@ -41,7 +41,7 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     pipeline_microbatches: int | None = None
     enable_expert_parallel: bool = False
-    cpu_bind: str = AUTO
+    cpu_bind: str = field(default=AUTO, metadata=OWN)
 
     def __post_init__(self) -> None:
         check_choices(self)

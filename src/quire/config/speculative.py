@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from quire.config.checks import check_choices, check_whole, put_path, put_size
+from quire.config.checks import GIVEN_ALIKE, check_choices, check_whole, put_path, put_size
 from quire.errors import ConfigError, shown
 
 METHODS = ("off", "ngram", "suffix", "draft", "mtp")
@@ -50,7 +50,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_cache_bytes: int | None = None
-    draft_model: str | None = None
+    draft_model: str | None = field(default=None, metadata=GIVEN_ALIKE)
 
     def __post_init__(self) -> None:
         method = self.speculative_method

@@ -58,7 +58,7 @@ class DeviceRankGroup(RankGroup):
     def __init__(self, transport: DeviceTransport, timeout_s: float, *, divides_experts: bool = False) -> None:
         super().__init__(transport, divides_experts=divides_experts)
         self._devices, self._timeout_s = transport, timeout_s
-        self.on_timeout: Callable[[RankFailed], None] = lambda error: self.fail(error.rank)
+        self.on_timeout: Callable[[RankFailed], None] = lambda _: self.fail(self.rank)
         self._round: object | None = None
         self._seen: tuple[object | None, int] = None, 0
         self._since = time.monotonic()
@@ -127,5 +127,5 @@ def _watch(group: weakref.ref[DeviceRankGroup], interval_s: float) -> None:
 
 
 def silent_rank(size: int, timeout_s: float) -> RankFailed:
-    """Return the error of a rank that does not answer; -1 if it can be one of several, as devices do not tell."""
-    return RankFailed(1 if size == 2 else -1, f"did not answer within {timeout_s:g} s")
+    """Return the error of a rank that does not answer; None if it can be one of several, as devices do not tell."""
+    return RankFailed(1 if size == 2 else None, f"did not answer within {timeout_s:g} s")

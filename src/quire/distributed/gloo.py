@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,13 +16,16 @@ from torch import Tensor
 
 from quire.config import ParallelConfig
 from quire.distributed.pipeline import PipelineGroup, RankGrid, connect_stages
-from quire.distributed.transport import IDLE, Transport, gather_columns, reaching, sum_in_order
+from quire.distributed.transport import IDLE, Transport, gather_columns, is_loopback, reaching, sum_in_order
+from quire.errors import ConfigError, shown
 
 # Untyped: torch's types lack the names that builds without gloo lack.
 dist: Any = torch.distributed
 
 # Time that the threads of a group have to end.
 END_TIMEOUT_S: Final = 5.0
+# torch's environment variable for the interfaces of gloo's sockets.
+INTERFACES: Final = "GLOO_SOCKET_IFNAME"
 
 
 class GlooTransport:
@@ -31,19 +36,31 @@ class GlooTransport:
         rank: number of this rank.
         size: number of ranks.
         timeout_s: time within which every rank must take part in an operation.
-        hostname: name or address of this host's interface; None for the one that its name resolves to.
+        hostname: address of this host's interface; see `make_group`.
+        members: numbers of the group's ranks among all of the model; None if they are the same.
     """
 
     name = "gloo"
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, hostname: str | None = None) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        hostname: str,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self.rank, self.size = rank, size
+        members = members or range(size)
+        # The rank that an operation fails to reach: known in a group of two, and where rank 0 sends.
+        self._root, self._peer = members[0], members[1 - rank] if size == 2 else None
         self._group = make_group(store, rank, size, timeout_s, hostname)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See `Transport`; parts are gathered and added in rank order, so the bits are the same as in shared memory."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        with reaching():
+        with reaching(self._peer):
             self._group.allgather([parts], [x]).wait()
         return sum_in_order(parts, residual)
 
@@ -53,7 +70,7 @@ class GlooTransport:
         options.rootRank = 0
 
         def gather(parts: list[list[Tensor]], mine: list[Tensor]) -> None:
-            with reaching():
+            with reaching(self._peer if self.rank == 0 else self._root):
                 self._group.gather(parts, mine, options).wait()
 
         return gather_columns(part, widths, self.rank == 0, gather)
@@ -78,7 +95,7 @@ class GlooTransport:
         options.rootRank = 0
         if timeout is not None:
             options.timeout = timeout
-        with reaching():
+        with reaching(self._peer if self.rank == 0 else self._root):
             self._group.broadcast([tensor], options).wait()
 
     def fail(self, rank: int) -> None:
@@ -133,17 +150,47 @@ def end_group(group: list[Any]) -> None:
     ending.join(END_TIMEOUT_S)
 
 
-def make_group(store: Any, rank: int, size: int, timeout_s: float, hostname: str | None) -> Any:
-    """Return a group of processes; see `GlooTransport`."""
+def socket_interfaces() -> list[str]:
+    """Return the interfaces that `GLOO_SOCKET_IFNAME` names for connections between hosts; none without it.
+
+    Raises:
+        ConfigError: this host has no such interface, or it has no address.
+    """
+    names = [name.strip() for name in os.environ.get(INTERFACES, "").split(",") if name.strip()]
+    existing = [name for _, name in socket.if_nameindex()]
+    for name in names:
+        reason = None if name in existing else "does not exist"
+        if reason is None:
+            try:
+                dist.ProcessGroupGloo.create_device(interface=name)
+            except RuntimeError:
+                reason = "has no address"
+        if reason is not None:
+            raise ConfigError(
+                f"the environment variable {INTERFACES} must name interfaces of this host with an address "
+                f"({', '.join(existing)}), got {shown(name)}, which {reason}"
+            )
+    return names
+
+
+def make_group(store: Any, rank: int, size: int, timeout_s: float, hostname: str) -> Any:
+    """Return a group of processes; see `GlooTransport`.
+
+    Its sockets listen at the address `hostname`, or, between hosts, at the interfaces of `socket_interfaces`. A host's
+    own name is not used: on many systems it is a name of a loopback address, which other hosts cannot reach.
+    """
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     kind = dist.ProcessGroupGloo
-    options._devices = [kind.create_default_device() if hostname is None else kind.create_device(hostname=hostname)]
-    return kind(store, rank, size, options)
+    interfaces = [] if is_loopback(hostname) else socket_interfaces()
+    devices = [kind.create_device(interface=name) for name in interfaces]
+    options._devices = devices or [kind.create_device(hostname=hostname)]
+    with reaching():
+        return kind(store, rank, size, options)
 
 
 def connect_by_gloo(
-    store: Any, rank: int, config: ParallelConfig, hostname: str | None, sums: Transport | None = None
+    store: Any, rank: int, config: ParallelConfig, hostname: str, sums: Transport | None = None
 ) -> PipelineGroup:
     """Return the group of a rank whose parts are connected by sockets."""
     grid, timeout_s = RankGrid.of(config), config.distributed_timeout_s
@@ -155,7 +202,7 @@ def connect_by_gloo(
 
     def join(name: str, members: Sequence[int]) -> Transport:
         part = dist.PrefixStore(name, store)
-        return GlooTransport(part, members.index(rank), len(members), timeout_s, hostname)
+        return GlooTransport(part, members.index(rank), len(members), timeout_s, hostname, members)
 
     def link(first_stage: int) -> GlooLink:
         other_stage = first_stage + (first_stage == stage)

@@ -204,7 +204,7 @@ def while_all_live(links: RankLinks, call: Callable[[], T], timeout_s: float = S
         except queue.Empty:
             if time.monotonic() < deadline:
                 continue
-            raise RankFailed(-1, f"was not connected within {timeout_s:g} s") from None
+            raise RankFailed(None, f"was not connected within {timeout_s:g} s") from None
         if error is not None:
             raise error
         return cast(T, result)

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +32,9 @@ START_TIMEOUT_S: Final = 300.0
 LOCAL: Final = "127.0.0.1"
 
 
-def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -> Ranks:
+def start_ranks(
+    config: ParallelConfig, options: dict[str, Any], program: str, compare: Callable[[RankLinks], None]
+) -> Ranks:
     """Start the other ranks of a model, of which this process is rank 0.
 
     Args:
@@ -40,9 +42,11 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
         options: a JSON value for the other ranks.
         program: function of the other ranks as "module:function"; its arguments are its rank, and the
             descriptors of its connection and of shared memory, -1 for none.
+        compare: function that compares this rank with the others, which call `join_ranks` with its counterpart.
 
     Raises:
         ConfigError: shared memory was requested and is unavailable, or the ranks cannot have the cores of `cpu_bind`.
+        RanksDiffer: a rank differs from this one.
         WorkerError: a process does not start.
     """
     size = config.num_ranks
@@ -73,6 +77,7 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
             # Ranks answer when their imports are done, which may take longer than the group's timeout.
             for rank in sockets:
                 links.receive_fact(rank, START_TIMEOUT_S)
+            compare(links)
             group = make_group(library, memory, LEADER, config, store)
             # The store is removed after this, so wait until all ranks have read it.
             for rank in sockets:
@@ -84,16 +89,29 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
     return Ranks(group, links, cpus, LEADER, processes)
 
 
-def join_ranks(rank: int, connection: int, memory: int) -> tuple[Ranks, dict[str, Any]]:
-    """Connect a process that `start_ranks` has started; return the ranks, and the `options` of rank 0's call."""
+def join_ranks(
+    rank: int, connection: int, memory: int, compare: Callable[[RankLinks, dict[str, Any]], None]
+) -> tuple[Ranks, dict[str, Any]]:
+    """Connect a process that `start_ranks` has started; return the ranks, and the `options` of rank 0's call.
+
+    Args:
+        rank, connection, memory: arguments of the process.
+        compare: function that compares this rank, which has these options, with the others.
+
+    Raises:
+        RanksDiffer: a rank differs from rank 0.
+        WorkerError: a rank has failed.
+    """
     links = RankLinks(rank, {LEADER: socket.socket(fileno=connection)})
-    setup = links.receive_fact(LEADER, START_TIMEOUT_S)
-    library = find_library() if memory >= 0 else None
-    if isinstance(library, str):
-        raise WorkerError(f"rank {rank} has no native kernels: {library}")
-    links.send_fact(LEADER, "started")
-    group = make_group(library, memory, rank, ParallelConfig(**setup["parallel"]), setup["store"])
-    links.send_fact(LEADER, "connected")
+    with links.joining():
+        setup = links.receive_fact(LEADER, START_TIMEOUT_S)
+        library = find_library() if memory >= 0 else None
+        if isinstance(library, str):
+            raise WorkerError(f"rank {rank} has no native kernels: {library}")
+        links.send_fact(LEADER, "started")
+        compare(links, setup["options"])
+        group = make_group(library, memory, rank, ParallelConfig(**setup["parallel"]), setup["store"])
+        links.send_fact(LEADER, "connected")
     shares, *others = setup["cpus"]
     return Ranks(group, links, CpuSets(tuple(map(tuple, shares)), *others), rank), setup["options"]
 
@@ -126,7 +144,7 @@ def make_group(
     rank: int,
     config: ParallelConfig,
     store: Any,
-    hostname: str | None = LOCAL,
+    hostname: str = LOCAL,
     sums: Transport | None = None,
 ) -> RankGroup:
     """Return the group of a rank: in shared memory, or by gloo if `library` is None."""

@@ -13,8 +13,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import quire.errors
@@ -70,18 +70,34 @@ class RankLinks:
     def agree(self, fact: Any, combine: Callable[[list[Any]], Any], timeout_s: float) -> Any:
         """Return, on every rank, the JSON value that rank 0 makes of the facts of all, which are in their order.
 
-        Errors are those of `receive_fact`.
+        Errors are those of `receive_fact`; an error of `combine` is raised on every rank.
         """
         if self._rank != LEADER:
             self.send_fact(LEADER, fact)
             return self.receive_fact(LEADER, timeout_s)
         others = sorted(self._sockets)
-        result = combine([fact, *(self.receive_fact(rank, timeout_s) for rank in others)])
+        facts = [json.loads(json.dumps(fact)), *(self.receive_fact(rank, timeout_s) for rank in others)]
+        try:
+            result = combine(facts)
+        except (ConfigError, WorkerError) as error:
+            self.fail(error)
+            raise
         for rank in others:
             self.send_fact(rank, result)
         return result
 
     # ---- failures ----
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Within the context, an error of this rank is reported to the others, and closes the connections."""
+        try:
+            yield
+        except BaseException as error:
+            if self.failure is None:
+                self.report(error)
+            self.close()
+            raise
 
     def check(self) -> None:
         """Raise the error of the rank that has failed, if any."""
@@ -94,19 +110,21 @@ class RankLinks:
         return self.failure
 
     def report(self, error: BaseException) -> None:
-        """Send an error of this rank to all linked ranks."""
+        """Send an error of this rank to all linked ranks; that of an option or a file names this rank to them."""
+        if isinstance(error, ConfigError):
+            error = type(error)(f"rank {self._rank}: {error}", field=error.field)
         for rank in self._sockets:
             self._send(rank, {"error": error_to_json(error), "rank": self._rank})
 
     def fail(self, error: WorkerError | ConfigError) -> None:
         """Record a rank's failure, unless one is recorded; rank 0 sends it to the other ranks."""
+        # `close` waits for the lock, so the others are told before the connections end.
         with self._lock:
             if self.failure is not None or self._is_closing:
                 return
             self.failure = error
-        failed_rank = error.rank if isinstance(error, RankFailed) else None
-        if self._rank == LEADER:
-            for rank in self._sockets:
+            failed_rank = error.rank if isinstance(error, RankFailed) else None
+            for rank in self._sockets if self._rank == LEADER else ():
                 if rank != failed_rank:
                     self._send(rank, {"error": error_to_json(error), "rank": failed_rank})
         self._failed.set()

@@ -212,7 +212,8 @@ class Ranks:
 
     def _fail_group(self, error: WorkerError | ConfigError) -> None:
         logger.error("%s", error)
-        self.group.fail(error.rank if isinstance(error, RankFailed) else self.rank)
+        failed_rank = error.rank if isinstance(error, RankFailed) else None
+        self.group.fail(self.rank if failed_rank is None else failed_rank)
         if self._on_failure is not None:
             self._on_failure(error)
 

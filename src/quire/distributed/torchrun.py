@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,7 +20,7 @@ from quire.distributed.pipeline import RankGrid
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
 from quire.distributed.shared_memory import SharedMemoryTransport, make_memory
-from quire.distributed.transport import Transport
+from quire.distributed.transport import Transport, is_loopback
 from quire.errors import ConfigError, RankFailed, WorkerError
 from quire.ops.cpu.native_library import NativeLibrary
 from quire.platform.host_probe import num_cores
@@ -64,13 +64,13 @@ class TorchrunPlace(NamedTuple):
 
 
 def torchrun_place(config: ParallelConfig) -> TorchrunPlace | None:
-    """Return this process' place among the ranks of torchrun; None if Quire starts the ranks.
+    """Return this process' place among the ranks of torchrun; None if Quire starts the ranks."""
+    return TorchrunPlace.of(os.environ) if config.num_ranks > 1 else None
 
-    Raises:
-        ConfigError: torchrun has started another number of processes than the model has ranks.
-    """
-    torchrun = TorchrunPlace.of(os.environ) if config.num_ranks > 1 else None
-    if torchrun is not None and torchrun.size != config.num_ranks:
+
+def check_size(config: ParallelConfig, torchrun: TorchrunPlace) -> None:
+    """Refuse another number of processes of torchrun than the model has ranks."""
+    if torchrun.size != config.num_ranks:
         sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
         parallel_sizes = {name: size for name, size in sizes.items() if size > 1}
         names, numbers = " x ".join(parallel_sizes), " x ".join(map(str, parallel_sizes.values()))
@@ -78,37 +78,50 @@ def torchrun_place(config: ParallelConfig) -> TorchrunPlace | None:
             f"{names} must be the number of processes that torchrun has started ({torchrun.size}), got {numbers}",
             field=[*parallel_sizes][-1],
         )
-    return torchrun
 
 
-def join_torchrun(config: ParallelConfig, torchrun: TorchrunPlace) -> Ranks:
-    """Connect to the other ranks; all of them call this.
+def join_torchrun(config: ParallelConfig, torchrun: TorchrunPlace, compare: Callable[[RankLinks], None]) -> Ranks:
+    """Connect to the other ranks; all of them call this. An error of a rank is raised on all.
+
+    Args:
+        config: options of the ranks.
+        torchrun: place of this process.
+        compare: function that compares this rank with the others, before they exchange anything else.
 
     Raises:
-        ConfigError: shared memory was requested and is unavailable, or the ranks cannot have the cores of `cpu_bind`.
+        ConfigError: shared memory was requested and is unavailable, the ranks cannot have the cores of `cpu_bind`, or
+            an interface of gloo cannot be used.
+        RanksDiffer: a rank differs from rank 0.
         WorkerError: a rank does not connect.
     """
     import torch.distributed
 
     dist: Any = torch.distributed  # untyped: torch's types lack the names that some builds lack
-    cpus = CpuSets.of(config.cpu_bind, torchrun.num_local)
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", torchrun.rank, torchrun.size)))
         store = dist.PrefixStore("quire", store)
-        links = _lead(store, torchrun) if torchrun.rank == LEADER else _follow(store, torchrun)
+        connect = _lead if torchrun.rank == LEADER else _follow
+        links, address = connect(store, torchrun)
     except RuntimeError as error:
         raise WorkerError(f"rank {torchrun.rank} finds no store at {torchrun.address}: {error}") from error
-    group = _make_group(config, torchrun, store, links)
+    with links.joining():
+        compare(links)
+        cpus = CpuSets.of(config.cpu_bind, torchrun.num_local)
+        group = _make_group(config, torchrun, store, links, _agree_on_address(links, address))
     return Ranks(group, links, cpus, torchrun.local_rank)
 
 
-def _lead(store: Any, torchrun: TorchrunPlace) -> RankLinks:
-    """Accept a connection from each other rank, which proves itself by a secret from the store."""
+def _lead(store: Any, torchrun: TorchrunPlace) -> tuple[RankLinks, str]:
+    """Accept a connection from each other rank, which proves itself by a secret from the store.
+
+    Returns:
+        The connections, and the address at which ranks of other hosts have reached this one.
+    """
     token = secrets.token_hex(TOKEN_BYTES)
-    host = "127.0.0.1" if torchrun.num_local == torchrun.size else socket.gethostbyname(torchrun.address)
     sockets: dict[int, socket.socket] = {}
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
-    with socket.create_server((host, 0), backlog=torchrun.size) as listener:
+    listener, host = _listen(torchrun)
+    with listener:
         store.set("links", json.dumps([host, listener.getsockname()[1], token]))
         while len(sockets) < torchrun.size - 1:
             listener.settimeout(max(0.1, deadline - time.monotonic()))
@@ -122,7 +135,37 @@ def _lead(store: Any, torchrun: TorchrunPlace) -> RankLinks:
                 sockets[rank] = connection
             else:
                 connection.close()
-    return RankLinks(LEADER, sockets)
+    addresses = [connection.getsockname()[0] for connection in sockets.values()]
+    return RankLinks(LEADER, sockets), min(addresses, key=is_loopback)
+
+
+def _listen(torchrun: TorchrunPlace) -> tuple[socket.socket, str]:
+    """Return a socket that listens on rank 0's host, and the address or name at which the other ranks reach it.
+
+    It listens at the address of torchrun's first host. That host itself may resolve its name to a loopback address, or
+    not have the address (a forwarded one): then it listens at all addresses, and the others use the name.
+    """
+    if torchrun.num_local == torchrun.size:
+        return socket.create_server((LOCAL, 0), backlog=torchrun.size), LOCAL
+    family, _, _, _, place = socket.getaddrinfo(torchrun.address, 0, type=socket.SOCK_STREAM)[0]
+    host = str(place[0])
+    if not is_loopback(host):
+        with suppress(OSError):
+            return socket.create_server((host, 0), family=family, backlog=torchrun.size), host
+    return socket.create_server(("", 0), family=family, backlog=torchrun.size), torchrun.address
+
+
+def _agree_on_address(links: RankLinks, address: str) -> str:
+    """Return the address at which this rank's sockets listen for other ranks.
+
+    It is this host's address in the connections with rank 0. A rank that reached rank 0 by a loopback address is on its
+    host, and has the address at which others reached rank 0.
+    """
+    from quire.distributed.gloo import socket_interfaces
+
+    socket_interfaces()  # an error here is raised on all ranks, since all wait for each other next
+    leader = links.agree(address, lambda addresses: addresses[LEADER], RENDEZVOUS_TIMEOUT_S)
+    return str(leader) if is_loopback(address) else address
 
 
 def _read_hello(connection: socket.socket, token: str) -> int:
@@ -140,7 +183,8 @@ def _read_hello(connection: socket.socket, token: str) -> int:
     return int(rank) if secrets.compare_digest(secret.encode(), token.encode()) and rank.isdigit() else 0
 
 
-def _follow(store: Any, torchrun: TorchrunPlace) -> RankLinks:
+def _follow(store: Any, torchrun: TorchrunPlace) -> tuple[RankLinks, str]:
+    """Connect to rank 0; return the connection, and the address of this host in it."""
     host, port, token = json.loads(store.get("links"))
     try:
         connection = socket.create_connection((host, port), RENDEZVOUS_TIMEOUT_S)
@@ -148,7 +192,7 @@ def _follow(store: Any, torchrun: TorchrunPlace) -> RankLinks:
         raise RankFailed(LEADER, f"cannot be reached at {host}:{port} ({error})") from error
     connection.sendall(f"{token} {torchrun.rank}\n".encode())
     _keep_alive(connection)
-    return RankLinks(torchrun.rank, {LEADER: connection})
+    return RankLinks(torchrun.rank, {LEADER: connection}), connection.getsockname()[0]
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -160,8 +204,10 @@ def _keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _make_group(config: ParallelConfig, torchrun: TorchrunPlace, store: Any, links: RankLinks) -> RankGroup:
-    """Return the group that all ranks support: in shared memory if all are on one host, else by gloo.
+def _make_group(
+    config: ParallelConfig, torchrun: TorchrunPlace, store: Any, links: RankLinks, address: str
+) -> RankGroup:
+    """Return the group that all ranks support: in shared memory if all are on one host, else by gloo at an address.
 
     With several hosts, the sums of a stage are computed in shared memory if its ranks are on one host.
     """
@@ -192,7 +238,7 @@ def _make_group(config: ParallelConfig, torchrun: TorchrunPlace, store: Any, lin
             "all_reduce_backend 'shared_memory' needs all ranks that sum with each other on one host",
             field="all_reduce_backend",
         )
-    return make_group(None, -1, rank, config, store, LOCAL if torchrun.num_local == size else None, sums)
+    return make_group(None, -1, rank, config, store, address, sums)
 
 
 def _share_sums(

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, Final, Protocol
 
 import torch
@@ -115,9 +116,14 @@ class DeviceTransport(ABC):
         self._host.close()
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether an IP address is reached from its own host only."""
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
 @contextmanager
-def reaching(rank: int = -1) -> Iterator[None]:
-    """Raise `RankFailed` for an error of torch; rank -1 is unknown, but the links notice which rank has ended."""
+def reaching(rank: int | None = None) -> Iterator[None]:
+    """Raise `RankFailed` for an error of torch; None is an unknown rank, but the links notice which rank has ended."""
     try:
         yield
     except RuntimeError as error:

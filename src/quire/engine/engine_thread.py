@@ -17,7 +17,7 @@ from quire.engine.exporters.prometheus import Metrics
 from quire.engine.outputs.mailbox import Item
 from quire.engine.outputs.outputs import RequestOutput
 from quire.engine.queue_slots import QueueSlots
-from quire.errors import ConfigError, EngineClosed, RequestError, WorkerError
+from quire.errors import ConfigError, EngineClosed, RankFailed, RequestError, WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class EngineThread:
         """Return the error for calls after the end of the thread."""
         if self.failure is None:
             return EngineClosed("the engine was shut down; make another one")
-        return WorkerError(f"the engine does not run: {self.failure}")
+        return _error_of(self.failure, "the engine does not run: ")
 
     def abort_request(self, request_id: str) -> bool:
         """End a request, in this thread, and send its last output to its stream, if it still has one."""
@@ -97,7 +97,7 @@ class EngineThread:
                         self._next_progress_s = time.monotonic() + PROGRESS_S
         except BaseException as failure:  # a panic of a library in Rust is no Exception
             logger.exception("the engine has died")
-            error, self.failure = WorkerError(str(failure)), failure
+            error, self.failure = _error_of(failure), failure
         finally:
             self.has_ended = True
             try:
@@ -214,3 +214,10 @@ def _end(commands: queue.SimpleQueue[Any], thread: threading.Thread, timeout_s: 
     commands.put(None)
     if thread is not threading.current_thread():
         thread.join(timeout_s)
+
+
+def _error_of(failure: BaseException, where: str = "") -> WorkerError:
+    """Return the error of requests for the failure of an engine; that of a rank keeps its type."""
+    return (
+        RankFailed(failure.rank, failure.why) if isinstance(failure, RankFailed) else WorkerError(f"{where}{failure}")
+    )

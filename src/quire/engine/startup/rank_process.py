@@ -16,8 +16,9 @@ from quire.distributed.launch import join_ranks
 from quire.distributed.ranks import Ranks, exit_soon
 from quire.distributed.torchrun import torchrun_place
 from quire.engine.startup.loading import LoadedModel, Wrappers, load_part
+from quire.engine.startup.rank_facts import compare_ranks
 from quire.engine.startup.ranked_adapters import FollowerSlots
-from quire.errors import RankFailed
+from quire.errors import ConfigError, RankFailed, WorkerError
 from quire.scheduling.command_log import CommandReplay
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,15 @@ EXIT_TIMEOUT_S = 3.0
 def main(rank: int, connection: int, memory: int) -> None:
     """Run a rank that `start` has started, until rank 0 closes or a rank fails."""
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {rank}: %(message)s")
-    ranks, options = join_ranks(rank, connection, memory)
+    try:
+        ranks, options = join_ranks(
+            rank,
+            connection,
+            memory,
+            lambda links, options: compare_ranks(links, EngineConfig.from_options(**options)),
+        )
+    except (ConfigError, WorkerError):  # rank 0 has it from this rank, or has sent it
+        exit_now(1)
     exit_now(run(ranks, EngineConfig.from_options(**options)))
 
 

@@ -7,9 +7,11 @@ from typing import Final
 from quire.config import EngineConfig
 from quire.distributed.gpu_ranks import device_of_ranks, join_devices
 from quire.distributed.launch import start_ranks
+from quire.distributed.links import RankLinks
 from quire.distributed.ranks import Ranks
-from quire.distributed.torchrun import join_torchrun, torchrun_place
+from quire.distributed.torchrun import check_size, join_torchrun, torchrun_place
 from quire.engine.startup.loading import LoadedModel, Wrappers, load_part
+from quire.engine.startup.rank_facts import compare_ranks
 from quire.engine.startup.rank_process import exit_now, run
 from quire.errors import ConfigError
 from quire.models.checkpoints.checkpoint import Checkpoint
@@ -51,12 +53,24 @@ def start(config: EngineConfig) -> Ranks | None:
     if config.parallel.num_ranks == 1:
         return None
     parallel, place = config.parallel, torchrun_place(config.parallel)
-    device = device_of_ranks(config.model.device, parallel, place.num_local if place else parallel.num_ranks)
-    check_shared(config)
+    device = ""
+
+    def check() -> None:
+        nonlocal device
+        device = device_of_ranks(config.model.device, parallel, place.num_local if place else parallel.num_ranks)
+        check_shared(config)
+
+    def compare(links: RankLinks) -> None:
+        if place is not None:  # with torchrun, an error here is one of all ranks, which are connected already
+            check_size(parallel, place)
+            check()
+        compare_ranks(links, config)
+
     if place is not None:
-        ranks = join_torchrun(parallel, place)
+        ranks = join_torchrun(parallel, place, compare)
     else:
-        ranks = start_ranks(parallel, {**config.to_options(), "device": device}, PROGRAM)
+        check()
+        ranks = start_ranks(parallel, {**config.to_options(), "device": device}, PROGRAM, compare)
     if ranks.is_leader:  # other ranks do it in `rank_process.run`, which reports their errors
         try:
             join_devices(ranks, parallel, device, place)

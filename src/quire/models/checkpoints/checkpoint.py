@@ -280,12 +280,12 @@ def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
     check_weights(folder)
     if (folder / SINGLE_FILE).is_file():
-        return _read_header(folder / SINGLE_FILE)
+        return read_header(folder / SINGLE_FILE)
     index = folder / INDEX_FILE
     weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map from tensor names to files")
-    shards = {shard: _read_header(_shard_path(index, shard)) for shard in _shard_names(index, weight_map)}
+    shards = {shard: read_header(_shard_path(index, shard)) for shard in _shard_names(index, weight_map)}
     for name, shard in weight_map.items():
         if name not in shards[shard]:
             raise CheckpointError(f"{index} places tensor {shown(name)} in {shard}, which does not hold it")
@@ -311,8 +311,12 @@ def _shard_path(index: Path, shard: str) -> Path:
     return path
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read a file's header; the library checks every offset against the file's length."""
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file; the library checks every offset against the file's length.
+
+    Raises:
+        CheckpointError: the file is damaged, or cut off.
+    """
     tensors = {}
     try:
         with safe_open(path, framework="pt") as file, path.open("rb") as raw:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from quire.errors import QueueFull, QuireError, RequestError, UnknownAdapter
+from quire.errors import QueueFull, QuireError, RankFailed, RequestError, UnknownAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,10 @@ def api_error(error: BaseException, request_id: str) -> ApiError:
         return ApiError(400, str(error), code=error.code, param=error.field)
     if isinstance(error, QuireError):
         logger.error("the engine failed on request %s: %s", request_id, error, exc_info=error)
-        return unavailable(f"the engine failed; the log has the reason for request {request_id}", "engine_error")
+        reason = f" ({error})" if isinstance(error, RankFailed) else ""
+        return unavailable(
+            f"the engine failed{reason}; the log has the reason for request {request_id}", "engine_error"
+        )
     logger.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"the server failed; its log has the reason for request {request_id}", code="internal_error")
 

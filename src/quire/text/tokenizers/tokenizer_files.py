@@ -20,6 +20,13 @@ from quire.text.vocabulary.components import guarded
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+# Files of a folder from which a tokenizer and its chat template are read.
+NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
 
 
 class TokenizerFiles(NamedTuple):
