@@ -34,7 +34,14 @@ from quire.sequences.params import SamplingParams
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 # Fields whose flags have other names; --seed is the engine's seed.
-RENAMED = {("SamplingParams", "seed"): "request_seed"}
+RENAMED = {
+    ("SamplingParams", "seed"): "request_seed",
+    ("FailurePolicy", "eject_time_s"): "eject_time",
+    ("FailurePolicy", "max_eject_time_s"): "max_eject_time",
+    ("FailurePolicy", "retry_min_per_s"): "retry_min_per_second",
+    ("FailurePolicy", "first_byte_timeout_s"): "first_byte_timeout",
+    ("FailurePolicy", "idle_timeout_s"): "idle_timeout",
+}
 # Fields in bytes whose names do not end with "_bytes".
 SIZES = frozenset({"swap_space"})
 # Fields of one or several texts.
@@ -138,9 +145,20 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int | None
         _add(group, flag)
 
 
+def add_fields(group: argparse._ActionsContainer, cls: type) -> None:
+    """Add a flag for every field of a dataclass."""
+    for flag in _flags(cls):
+        _add(group, flag)
+
+
+def given_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """Return the given flags of a dataclass, by its fields."""
+    return {flag.field: getattr(args, flag.dest) for flag in _flags(cls) if hasattr(args, flag.dest)}
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given flags of the configuration as flat options for `EngineConfig.from_options`."""
-    options = {name: value for config in GROUPS for name, value in _given(args, config).items()}
+    options = {name: value for config in GROUPS for name, value in given_fields(args, config).items()}
     if hasattr(args, "speculative_config"):
         options["speculative_config"] = args.speculative_config
     return options | {name: getattr(args, FOREIGN + name) for name in OPTION_HINTS if hasattr(args, FOREIGN + name)}
@@ -148,7 +166,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given flags of sampling as arguments of `SamplingParams`."""
-    return _given(args, SamplingParams)
+    return given_fields(args, SamplingParams)
 
 
 def sampling_parameters() -> list[str]:
@@ -215,11 +233,6 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(_integer(part) for part in text.split(","))
 
 
-def _given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    # Flags that were not given have no attribute.
-    return {flag.field: getattr(args, flag.dest) for flag in _flags(cls) if hasattr(args, flag.dest)}
-
-
 def _flags(cls: type, defaults: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Flag]:
     """Yield the flags of a dataclass; `defaults` are shown in place of the fields' defaults."""
     hints, helps = get_type_hints(cls), _help_of(cls)
@@ -236,7 +249,7 @@ def _flags(cls: type, defaults: Mapping[str, Any] = MappingProxyType({})) -> Ite
             yield Flag(field.name, dest, hint, is_optional, shown, allowed, field.metadata.get("nargs"))
 
 
-def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+def _add(group: argparse._ActionsContainer, flag: Flag) -> None:
     names = ["--" + flag.dest.replace("_", "-"), *ALIASES.get(flag.dest, ())]
     options: dict[str, Any] = {"dest": flag.dest, "default": argparse.SUPPRESS, "help": flag.help.replace("%", "%%")}
     if flag.hint is bool:

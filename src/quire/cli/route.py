@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
+from quire.cli.options import add_fields, given_fields
 from quire.cli.server_options import add_address, add_log_level
+from quire.fleet.routing.failure_policy import FailurePolicy
 from quire.fleet.routing.router import POLICIES, RouterConfig
 from quire.server.http.address import bind_server
 from quire.server.settings import ServerConfig
@@ -68,6 +70,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help=f"seconds for running requests when the proxy stops (default {defaults.drain_timeout_s:g})",
     )
     add_log_level(parser)
+    add_fields(parser.add_argument_group("options for servers that fail"), FailurePolicy)
     parser.set_defaults(handler=run)
 
 
@@ -103,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.fleet.proxy.lifecycle import serve_proxy
 
     urls = [url for part in args.to for url in part.split(",") if url]
-    fleet = Fleet(urls, config.operator_key or config.api_key, args.probe_interval, RouterConfig(policy=args.policy))
+    policy = FailurePolicy(**given_fields(args, FailurePolicy))
+    key = config.operator_key or config.api_key
+    fleet = Fleet(urls, key, args.probe_interval, RouterConfig(policy=args.policy), policy)
     with bind_server(config) as listener:
         return serve_proxy(fleet, config, listener)

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.fleet.proxy.streams import EventCutter, error_event
-from quire.fleet.proxy.upstream import UpstreamDamaged, UpstreamLost
+from quire.fleet.proxy.upstream import UpstreamDamaged, UpstreamLate, UpstreamLost
 from quire.server.requests.errors import SHOWN_ID, ApiError, unavailable
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,11 @@ HOP_BY_HOP: Final = frozenset(
         *(b"host", b"content-length", b"expect", b"x-request-id", b"date", b"server", REPLICA_HEADER),
     }
 )
+SERVER_LOST: Final = "the server of this request was lost"
 # Statuses of a server that cannot take the request now; another server may.
 BUSY: Final = (429, 503)
+# Statuses of a server that has failed on a request; another server may answer it.
+FAILED: Final = (500, 502, 504)
 # Limit of all bodies of requests together.
 MAX_BODY_BYTES: Final = 1 << 30
 # Bytes of an answer that is no stream, until which it is sent only when it is whole.
@@ -60,6 +63,21 @@ class Requester(Protocol):
 
     async def request(self, method: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Answer:
         """Send a request and return its answer; raises `UpstreamLost` without an answer."""
+
+
+class TimeLimits(NamedTuple):
+    """Limits of the time in which a server sends nothing; None for no limit.
+
+    Args:
+        first_byte_s: seconds from the request to the first byte of its answer's body.
+        idle_s: seconds between two parts of an answer.
+    """
+
+    first_byte_s: float | None = None
+    idle_s: float | None = None
+
+
+USUAL_LIMITS: Final = TimeLimits(None, 600.0)
 
 
 class BodyBudget:
@@ -97,7 +115,7 @@ class BodyBudget:
             yield exchange
         except UpstreamLost as error:
             if exchange.has_begun:
-                await exchange.cut_off(str(error))
+                await exchange.cut_off(unavailable(f"{SERVER_LOST}: {error}", "replica_lost"))
             else:
                 raise ApiError(502, f"a server has failed: {error}", code="bad_gateway") from error
         finally:
@@ -136,6 +154,9 @@ class Exchange:
         self._is_stream = False
         self._receive = receive
         self._left: asyncio.Future[None] | None = None
+        self._limits, self._started_s = USUAL_LIMITS, 0.0
+        # Answer of a server that has failed, and the server's name.
+        self._held: tuple[Answer, str] | None = None
 
     async def send_to(self, upstream: Requester) -> Answer:
         """Send the request to a server and return its answer once the head has arrived.
@@ -150,51 +171,69 @@ class Exchange:
         self,
         upstream: Requester,
         replica: Callable[[], str],
-        on_stream: Callable[[], None],
+        on_begin: Callable[[bool], None],
         on_lost: Callable[[UpstreamLost], None],
+        limits: TimeLimits = USUAL_LIMITS,
+        *,
+        holds_failures: bool = False,
     ) -> str:
-        """Have a server answer the request; return "answered", "left", "busy", "lost" or "cut off".
+        """Have a server answer the request, and return how it ended.
 
         Args:
             upstream: sender of the request.
             replica: function that returns the server's name, once the head of its answer has arrived.
-            on_stream: function that is called with the first part of a stream.
-            on_lost: function that is called where the server is lost.
+            on_begin: function that is called with the first part of an answer, with True if it is a stream.
+            on_lost: function that is called where the server is lost or late.
+            limits: limits of the time in which the server sends nothing.
+            holds_failures: True to hold an answer of a status in `FAILED` for `relay_held`, False to pass it on.
 
         Returns:
-            How it ended: "answered", "left" by the client, "busy", "lost" before the first byte, or "cut off".
+            "answered"; "left" by the client; "cut off" after the first byte; and before the first byte "busy",
+            "failed" if the answer is held, "damaged", "refused" if the server got nothing of the request, "lost" or
+            "late".
         """
         answer: Answer | None = None
         cutter: EventCutter | None = None
+        self._limits, self._started_s = limits, asyncio.get_running_loop().time()
         try:
-            answer = await self.unless_left(self.send_to(upstream))
+            answer = await self.unless_left(self.send_to(upstream), self._wait_s())
             if answer is None:
                 return "left"
             if answer.status in BUSY:
                 self.last_busy = (answer.status, answer.header(b"retry-after"))
                 return "busy"
+            if holds_failures and answer.status in FAILED:
+                self._hold(answer, replica())
+                answer = None
+                return "failed"
             cutter = EventCutter(answer.header(b"content-type"))
-            # An answer in one piece arrives with its last token.
-            is_whole = await self.relay(answer, replica(), cutter, on_stream if cutter.is_stream else None)
+            is_whole = await self.relay(answer, replica(), cutter, on_begin)
             return "answered" if is_whole else "left"
         except UpstreamLost as error:
             on_lost(error)
+            what = "late" if isinstance(error, UpstreamLate) else "lost"
             if isinstance(error, UpstreamDamaged):
-                self.last_damage = str(error)
-            logger.warning("request %s was lost with %s: %s", self.request_id, replica(), error)
+                what, self.last_damage = "damaged", str(error)
+            logger.warning("request %s was %s with %s: %s", self.request_id, what, replica(), error)
             if not self.has_begun:
-                return "lost"
+                return what if error.was_sent else "refused"
             if cutter is not None and cutter.has_last_event(self.path):
                 await self._send_body(b"", more=False)
                 return "answered"
-            await self.cut_off(f"the server of this request was lost: {error}")
+            await self.cut_off(
+                _late(error) if what == "late" else unavailable(f"{SERVER_LOST}: {error}", "replica_lost")
+            )
             return "cut off"
         finally:
             if answer is not None:
                 answer.close()
 
-    async def unless_left(self, work: Any) -> Any:
-        """Return the result of a coroutine; cancel it and return None if the client leaves first."""
+    async def unless_left(self, work: Any, limit_s: float | None = None) -> Any:
+        """Return the result of a coroutine; cancel it and return None if the client leaves first.
+
+        Raises:
+            UpstreamLate: it takes longer than `limit_s`.
+        """
         if self._left is None:
             self._left = asyncio.ensure_future(self._wait_until_left())
         if self._left.done():
@@ -203,23 +242,33 @@ class Exchange:
         # Like `asyncio.timeout`, because a task for each part of an answer took a quarter of the proxy's time.
         task = asyncio.current_task()
         assert task is not None
-        num_cancelled, is_cancelled_here = task.cancelling(), False
+        num_cancelled, num_cancelled_here, is_late = task.cancelling(), 0, False
 
-        def cancel(_: asyncio.Future[None]) -> None:
-            nonlocal is_cancelled_here
-            is_cancelled_here = task.cancel()
+        def cancel(*_: Any) -> None:
+            nonlocal num_cancelled_here
+            num_cancelled_here += task.cancel()
+
+        def end() -> None:
+            nonlocal is_late
+            is_late = True
+            cancel()
 
         self._left.add_done_callback(cancel)
+        timer = None if limit_s is None else asyncio.get_running_loop().call_later(limit_s, end)
         result = None
         try:
             result = await work
         except asyncio.CancelledError:
-            if not is_cancelled_here or task.cancelling() > num_cancelled + 1:
+            if not num_cancelled_here or task.cancelling() > num_cancelled + num_cancelled_here:
                 raise
         finally:
             self._left.remove_done_callback(cancel)
-            if is_cancelled_here:
+            if timer is not None:
+                timer.cancel()
+            for _ in range(num_cancelled_here):
                 task.uncancel()
+        if is_late and result is None and not self._left.done():
+            raise UpstreamLate(f"the server sent nothing for {limit_s:.1f} s")
         return result
 
     async def relay(
@@ -227,7 +276,7 @@ class Exchange:
         response: Answer,
         replica: str,
         cutter: EventCutter | None = None,
-        on_first_part: Callable[[], None] | None = None,
+        on_begin: Callable[[bool], None] | None = None,
     ) -> bool:
         """Send a server's answer to the client, the head with the first part; return False if the client leaves.
 
@@ -244,7 +293,7 @@ class Exchange:
         self._is_stream = cutter.is_stream
         parts, held = response.parts(), bytearray()
         while True:
-            part = await self.unless_left(_next_part(parts))
+            part = await self.unless_left(_next_part(parts), self._wait_s())
             if part is None and self._left is not None and self._left.done():
                 return False
             data = cutter.finish(self.path) if part is None else cutter.add(part)
@@ -255,8 +304,8 @@ class Exchange:
                 data = bytes(held)
                 held.clear()
             if not self.has_begun and (data or part is None):
-                if on_first_part is not None:
-                    on_first_part()
+                if on_begin is not None:
+                    on_begin(cutter.is_stream)
                 self.has_begun = True
                 await self._begin(response, replica)
             if data or part is None:
@@ -264,28 +313,41 @@ class Exchange:
             if part is None:
                 return True
 
-    async def cut_off(self, why: str) -> None:
+    async def relay_held(self) -> bool:
+        """Send the held answer of a server that has failed; return False if none is held, or it is lost."""
+        if self._held is None:
+            return False
+        answer, replica = self._held
+        try:
+            await self.relay(answer, replica)
+        except UpstreamLost as error:
+            if self.has_begun:
+                await self.cut_off(unavailable(f"{SERVER_LOST}: {error}", "replica_lost"))
+        return self.has_begun
+
+    async def cut_off(self, error: ApiError) -> None:
         """End an answer that has begun: a stream with an error, another answer by closing the connection.
 
         Raises:
             ConnectionError: it is no stream; the client sees that the answer is not whole.
         """
         if not self._is_stream:
-            raise ConnectionAbortedError(why)
-        error = ApiError(503, why, code="replica_lost", headers={"Retry-After": "1"})
+            raise ConnectionAbortedError(str(error))
         await self._send_body(error_event(self.path, error), more=False)
 
     async def give_up(self, was_tried: bool) -> None:
-        """Refuse the request: no server can take it now.
+        """Answer with the held answer of a server that has failed; without one, refuse the request.
 
         Raises:
-            ApiError: 429 or 503 with Retry-After; 502 if an answer was damaged.
+            ApiError: no server can take the request now: 429 or 503 with Retry-After; 502 if an answer was damaged.
         """
+        if await self.relay_held():
+            return
         if self.last_busy is not None:
             status, retry_after = self.last_busy
             raise ApiError(
                 status,
-                "all servers are busy",
+                "the servers are busy",
                 code="queue_full" if status == 429 else "busy",
                 headers={"Retry-After": retry_after.decode("latin-1") or "1"},
             )
@@ -310,9 +372,29 @@ class Exchange:
             pass
 
     def close(self) -> None:
-        """Stop waiting for the client to leave."""
+        """Stop waiting for the client to leave, and abandon a held answer."""
         if self._left is not None:
             self._left.cancel()
+        self._drop_held()
+
+    def late(self) -> ApiError:
+        """Return the error of a request whose server has sent nothing within the limit."""
+        return _late(f"the server sent nothing for {self._limits.first_byte_s:g} s")
+
+    def _wait_s(self) -> float | None:
+        """Return the time that the server has for the next part of the answer."""
+        if self.has_begun or self._limits.first_byte_s is None:
+            return self._limits.idle_s if self.has_begun else None
+        return max(0.0, self._started_s + self._limits.first_byte_s - asyncio.get_running_loop().time())
+
+    def _hold(self, answer: Answer, replica: str) -> None:
+        self._drop_held()
+        self._held = (answer, replica)
+
+    def _drop_held(self) -> None:
+        if self._held is not None:
+            self._held[0].close()
+            self._held = None
 
 
 async def _next_part(parts: AsyncIterator[bytes]) -> bytes | None:
@@ -324,3 +406,7 @@ def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
     """Return the headers that are forwarded: none of one connection, nor those that `Connection` names."""
     named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
     return [(key, value) for key, value in headers if key not in HOP_BY_HOP and key not in named]
+
+
+def _late(why: object) -> ApiError:
+    return ApiError(504, str(why), code="replica_timeout")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from quire.errors import ConfigError
 from quire.fleet.proxy.replica import Replica
 from quire.fleet.proxy.upstream import UpstreamLost
+from quire.fleet.routing.breaker import BreakerState
+from quire.fleet.routing.ejection import Ejector
+from quire.fleet.routing.failure_policy import FailurePolicy
 from quire.fleet.routing.router import Router, RouterConfig
+
+logger = logging.getLogger(__name__)
 
 ASK_S = 2.0
 # Bytes of an answer with the tokens of a prompt: a million of them have 8 MB.
@@ -23,24 +29,33 @@ class Fleet:
         key: key for the proxy's own requests: the operators' key if there is one; None without keys.
         probe_interval_s: time between two probes of a server.
         config: constants of the router.
+        policy: policies where servers fail.
 
     Attributes:
         router: the router, which knows each server by its address.
         replicas: servers by address.
+        policy: policies where servers fail.
 
     Raises:
         ConfigError: there is no server, or a server is given twice, or an address is invalid.
     """
 
     def __init__(
-        self, urls: Sequence[str], key: str | None, probe_interval_s: float, config: RouterConfig | None = None
+        self,
+        urls: Sequence[str],
+        key: str | None,
+        probe_interval_s: float,
+        config: RouterConfig | None = None,
+        policy: FailurePolicy | None = None,
     ) -> None:
         names = [url.rstrip("/") for url in urls]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"to must name servers, each once, got {','.join(names)!r}", field="to")
         self.router = Router(config)
         headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-        self.replicas = {name: Replica(name, self.router, headers) for name in names}
+        self.policy = policy or FailurePolicy()
+        self._ejector = Ejector(self.policy)
+        self.replicas = {name: Replica(name, self.router, self._ejector.add(name), headers) for name in names}
         self._probe_interval_s = probe_interval_s
         self._watching: list[asyncio.Task[None]] = []
 
@@ -58,17 +73,38 @@ class Fleet:
         await asyncio.gather(*self._watching, return_exceptions=True)
 
     def available(self, excluded: Sequence[str] = ()) -> list[Replica]:
-        """Return the servers that take requests, the fewest requests in flight first."""
-        available = [
-            replica for name, replica in self.replicas.items() if replica.is_available and name not in excluded
-        ]
-        return sorted(available, key=lambda replica: replica.num_in_flight)
+        """Return the servers that take requests, the fewest requests in flight first.
+
+        If all servers that are up are ejected, they take requests nevertheless.
+        """
+        usable = [replica for replica in self.replicas.values() if replica.is_usable]
+        available = [replica for replica in usable if replica.is_available] or usable
+        return sorted(
+            (replica for replica in available if replica.name not in excluded),
+            key=lambda replica: replica.num_in_flight,
+        )
 
     def refresh(self) -> None:
-        """Let servers whose break is over take requests again."""
-        for replica in self.replicas.values():
-            if self.router.load_of(replica.name).is_available != replica.is_available:
-                replica.update()
+        """Tell the router which servers take requests; the time of an ejection may be over."""
+        names = {replica.name for replica in self.available()}
+        for name in self.replicas:
+            if self.router.load_of(name).is_available != (name in names):
+                self.router.set_available(name, name in names)
+
+    def succeed(self, replica: Replica, *, is_trial: bool) -> None:
+        """Record that a server has begun to answer a request; `is_trial` is what `Breaker.begin` returned."""
+        now_s = asyncio.get_running_loop().time()
+        was_closed = replica.breaker.state(now_s) is BreakerState.CLOSED
+        self._ejector.succeed(replica.name, now_s, is_trial=is_trial)
+        if is_trial and not was_closed:
+            logger.info("%s has answered its trial, and gets requests again", replica.name)
+
+    def fail(self, replica: Replica, why: str, *, is_trial: bool = False) -> None:
+        """Record that a server has failed on a request; see `Ejector.fail`."""
+        replica.why_down = why
+        others = [other.name for other in self.replicas.values() if other.is_up and other is not replica]
+        if self._ejector.fail(replica.name, others, asyncio.get_running_loop().time(), is_trial=is_trial):
+            logger.warning("%s is ejected: %s", replica.name, why)
 
     async def ask_for_tokens(self, body: bytes) -> bytes | None:
         """Return a server's answer to `POST /prompt_tokens`; None if no server answers in time."""

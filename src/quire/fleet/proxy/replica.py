@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 from quire.errors import ConfigError
 from quire.fleet.kv_events.subscriber import KVEventSubscriber
 from quire.fleet.proxy.upstream import MAX_FETCHED, Upstream, UpstreamLost
+from quire.fleet.routing.breaker import Breaker
 from quire.fleet.routing.router import Router
 from quire.platform.bounded.json_text import BadJSON, parse
 
 logger = logging.getLogger(__name__)
 
 PROBE_S = 5.0
-# Failures in a row after which the server gets no requests for a time, which doubles.
-MAX_FAILURES = 3
-FIRST_BREAK_S, LONGEST_BREAK_S = 1.0, 30.0
+# Least time between two probes.
+MIN_PROBE_S = 0.05
 # Failed probes after which a server is down, and its requests are lost.
 MAX_MISSED = 3
 
 
 class Replica:
-    """One server."""
+    """One server.
 
-    def __init__(self, name: str, router: Router, headers: list[tuple[bytes, bytes]]) -> None:
+    Args:
+        name: address of the server.
+        router: router of the requests.
+        breaker: breaker that an ejection opens.
+        headers: headers of the proxy's own requests.
+    """
+
+    def __init__(self, name: str, router: Router, breaker: Breaker, headers: list[tuple[bytes, bytes]]) -> None:
         self.name = name
         self.upstream = Upstream(name)
         self.is_up = self.is_draining = False
-        self.num_in_flight = self.num_failures = 0
+        self.num_in_flight = 0
         self.why_down = "it was not asked yet"
+        self.breaker = breaker
         self._router = router
         self._headers = headers
         self._num_missed = 0
-        self._broken_until_s = 0.0
-        self._break_s = FIRST_BREAK_S
+        self._is_wanted = asyncio.Event()
         self._source: dict[str, Any] | None = None
         self._seq_before = -1
         self._following: asyncio.Task[None] | None = None
@@ -44,17 +52,25 @@ class Replica:
         router.set_available(name, False)
 
     @property
+    def is_usable(self) -> bool:
+        """Whether it is up and not draining, ejected or not."""
+        return self.is_up and not self.is_draining
+
+    @property
     def is_available(self) -> bool:
         """Whether it takes requests now."""
-        now_s = asyncio.get_running_loop().time()
-        return self.is_up and not self.is_draining and now_s >= self._broken_until_s
+        return self.is_usable and self.breaker.allows(asyncio.get_running_loop().time())
 
     async def watch(self, interval_s: float) -> None:
         """Probe the server until cancelled."""
         try:
             while True:
                 await self.probe()
-                await asyncio.sleep(interval_s)
+                await asyncio.sleep(min(MIN_PROBE_S, interval_s))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(interval_s - MIN_PROBE_S):
+                        await self._is_wanted.wait()
+                self._is_wanted.clear()
         finally:
             self._unfollow()
             self.upstream.abort()
@@ -90,20 +106,13 @@ class Replica:
         headers = [*self._headers, (b"content-type", b"application/json")] if body else self._headers
         return await self.upstream.fetch(method, path, headers, body, timeout_s=timeout_s, max_bytes=max_bytes)
 
-    def succeed(self) -> None:
-        """Record that a request was answered."""
-        self.num_failures, self._break_s = 0, FIRST_BREAK_S
+    def probe_soon(self) -> None:
+        """Have the next probe made at once, because a request has shown that the server's state may have changed."""
+        self._is_wanted.set()
 
-    def fail(self, why: str) -> None:
-        """Record that a request was lost; after several in a row, the server gets no requests for a while."""
-        self.num_failures += 1
-        self.why_down = why
-        if self.num_failures >= MAX_FAILURES:
-            logger.warning("%s: %d requests in a row failed: %s", self.name, self.num_failures, why)
-            self._broken_until_s = asyncio.get_running_loop().time() + self._break_s
-            self._break_s = min(2 * self._break_s, LONGEST_BREAK_S)
-            self.num_failures = 0
-        self.update()
+    def refuse(self, why: str) -> None:
+        """Record that nothing listens at the server's address."""
+        self._set_down(why, is_lost=True)
 
     def update(self) -> None:
         """Tell the router whether the server takes requests."""
@@ -117,6 +126,9 @@ class Replica:
             "is_available": self.is_available,
             "is_up": self.is_up,
             "is_draining": self.is_draining,
+            "breaker": self.breaker.state(asyncio.get_running_loop().time()).value,
+            "num_ejections": self.breaker.num_opened,
+            "num_failures": self.breaker.num_failures,
             "num_in_flight": self.num_in_flight,
             "why_down": self.why_down,
             "num_requests": load.num_requests,

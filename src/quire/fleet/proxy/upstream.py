@@ -14,10 +14,9 @@ from quire.errors import ConfigError
 from quire.fleet.proxy.answers import AnswerParser
 
 CONNECT_S: Final = 5.0
-# Time limits for a server to take a part of a request, to send the rest of a head, and to send more of a body.
+# Time limits for a server to take a part of a request, and to send the rest of a head.
 SEND_S: Final = 60.0
 HEAD_S: Final = 30.0
-SILENT_S: Final = 600.0
 # Bytes of a request that are handed to the system at once.
 PIECE_BYTES: Final = 256 << 10
 # Bytes of an answer that may wait to be parsed before no more are read, and events that are joined to one part.
@@ -32,7 +31,22 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class UpstreamLost(Exception):
-    """A connection to a server failed, or ended before the answer was complete."""
+    """A connection to a server failed, or ended before the answer was complete.
+
+    Args:
+        message: description of the failure.
+        was_sent: False if the server has got no part of the request, so that it cannot be its cause.
+        is_refused: True if nothing listens at the server's address.
+    """
+
+    def __init__(self, message: str, *, was_sent: bool = True, is_refused: bool = False) -> None:
+        super().__init__(message)
+        self.was_sent = was_sent
+        self.is_refused = is_refused
+
+
+class UpstreamLate(UpstreamLost):
+    """A server has sent nothing for too long."""
 
 
 class UpstreamDamaged(UpstreamLost):
@@ -76,8 +90,11 @@ class Upstream:
         try:
             connection = await self._connect()
         except UpstreamLost as error:
+            if lost is None:
+                raise
             # The request may be what ended the server.
-            raise lost or error from error
+            lost.is_refused = error.is_refused
+            raise lost from error
         return await connection.exchange(method, target, headers, body)
 
     async def fetch(
@@ -150,7 +167,11 @@ class Upstream:
                     lambda: UpstreamConnection(self), self.host, self._port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
-            raise UpstreamLost(f"cannot connect: {str(error) or 'no answer'}") from error
+            raise UpstreamLost(
+                f"cannot connect: {str(error) or 'no answer'}",
+                was_sent=False,
+                is_refused=isinstance(error, ConnectionRefusedError),
+            ) from error
         self._open.add(connection)
         return connection
 
@@ -239,7 +260,7 @@ class UpstreamConnection(asyncio.Protocol):
     async def next_event(self) -> Any:
         """Return the next event of the answer."""
         while (event := self.arrived_event()) is h11.NEED_DATA:
-            await self._wait(SILENT_S, "more of the answer has arrived")
+            await self._wait(None, "more of the answer has arrived")
         return event
 
     def arrived_event(self) -> Any:

@@ -168,7 +168,7 @@ class Ingress:
             finally:
                 ticket.end()
                 self._count(ticket, end, started_s, is_first=not tried)
-            if end not in ("lost", "busy"):
+            if end not in ("lost", "damaged", "refused", "busy"):
                 return
             if ticket.replica is None:
                 break
@@ -176,13 +176,18 @@ class Ingress:
             names = self._fleet.names if self._fleet is not None else []
             if end == "busy" and not set(names) - set(tried):
                 break
-            self._metrics.retries.inc()
+            self._metrics.retries.labels(end).inc()
         await exchange.give_up(bool(tried))
 
     async def _attempt(self, exchange: Exchange, ticket: Ticket) -> str:
         """Make an attempt, and return how it ended; see `Exchange.attempt`."""
         upstream = HandleCall(self._streams, ticket)
-        return await exchange.attempt(upstream, lambda: ticket.replica or "", ticket.begin_stream, lambda _: None)
+
+        def on_begin(is_stream: bool) -> None:
+            if is_stream:  # an answer in one piece arrives with its last token
+                ticket.begin_stream()
+
+        return await exchange.attempt(upstream, lambda: ticket.replica or "", on_begin, lambda _: None)
 
     def _count(self, ticket: Ticket, end: str, started_s: float, *, is_first: bool) -> None:
         self._metrics.requests.labels(ticket.replica or "none", end).inc()
