@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.distributed.kvstore.counters import TransferStats
+from quire.distributed.kvstore.record import seal
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError, InvalidParameter, UnsupportedFeature
 from quire.memory import check
@@ -27,6 +28,7 @@ from tests.waiting import wait_for
 STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "
 PROMPT = STORY * 3 + "Then"
 WAIT_S = 60.0
+EXTRA: dict[str, Any] = {"timeout_s": WAIT_S, "token": "secret", "allowed_hosts": ["127.0.0.1"]}
 DEFAULTS: dict[str, Any] = {"num_kv_blocks": 100, "max_model_len": 256, "block_size": 8, "num_threads": 1}
 
 
@@ -46,7 +48,7 @@ def start(role: str | None, *, extra: dict[str, Any] | None = None, **options: A
     """Start an engine with a role in the hand-over; without one for None."""
     config = {key: options.pop(key) for key in tuple(options) if key.startswith("kv_") and key != "kv_transfer_config"}
     if role is not None:
-        config = {"kv_role": role, "kv_port": 0, "kv_connector_extra_config": {"timeout_s": WAIT_S} | (extra or {})}
+        config = {"kv_role": role, "kv_port": 0, "kv_connector_extra_config": EXTRA | (extra or {})}
         config |= {"kv_load_failure_policy": options.pop("policy", "recompute")}
         options["kv_transfer_config"] = config
     return LLM(**(DEFAULTS | options))
@@ -224,6 +226,81 @@ def test_a_peer_that_gives_other_bytes_changes_no_token(producer: LLM, expected:
     llm.close()
 
 
+def short(records: list[bytearray]) -> None:
+    """Cut off a record."""
+    del records[3][-1:]
+
+
+def flipped(records: list[bytearray]) -> None:
+    """Change a bit of a record's keys and values."""
+    records[3][len(records[3]) // 2] ^= 4
+
+
+def exchanged(records: list[bytearray]) -> None:
+    """Send a record in another one's place."""
+    records[3][:], records[4][:] = records[4][:], records[3][:]
+
+
+@pytest.mark.parametrize("damage", [short, flipped, exchanged])
+def test_what_does_not_arrive_whole_fails_the_request_if_so_configured(
+    damage: Callable[[list[bytearray]], None], producer: LLM, expected: str
+) -> None:
+    handed = prefill(producer)
+    assert producer.engine._hand_over is not None
+    exports = producer.engine._hand_over._exports
+    assert exports is not None
+    records = [exports.get(key) for key in list(exports._exports)]
+    damage([record for record in records if record is not None])
+    strict = start("kv_consumer", policy="fail")
+    failed = decode(strict, handed)
+    assert failed.error_code == "kv_load_failed"
+    assert failed.outputs == [] or failed.outputs[0].token_ids == []
+    assert transfer_stats(strict).num_damaged > 0
+    (other,) = strict.generate(PROMPT, params(), use_tqdm=False)
+    assert other.outputs[0].text == expected
+    strict.close()
+    lenient = start("kv_consumer")
+    assert decode(lenient, handed).outputs[0].text == expected
+    lenient.close()
+
+
+def forge(producer: LLM) -> None:
+    """Replace the keys and values of all exported blocks by zeros, with right checksums."""
+    assert producer.engine._hand_over is not None
+    exports = producer.engine._hand_over._exports
+    assert exports is not None
+    for key, export in exports._exports.items():
+        record = exports.get(key)
+        assert record is not None
+        start = len(record) - 4 - producer.engine.scheduler.memory.groups[0].spec.bytes_per_block
+        record[start:-4] = bytes(len(record) - 4 - start)
+        seal(export.key, record)
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_blocks_of_an_engine_without_a_token_serve_only_the_request_that_named_it(
+    token: str | None, expected: str
+) -> None:
+    """Whoever listens at a port of this host may forge records; one that knows the token is trusted."""
+    extra = {"token": token}
+    producer, consumer = start("kv_producer", extra=extra), start("kv_consumer", extra=extra)
+    handed = prefill(producer)
+    forge(producer)
+    first = decode(consumer, handed)
+    assert first.num_disk_tokens == num_whole(first)
+    assert first.outputs[0].text != expected, "the forged blocks change nothing"
+    (other,) = consumer.generate(PROMPT, params(), use_tqdm=False)
+    if token is None:
+        assert (other.outputs[0].text, other.num_cached_tokens) == (expected, 0)
+        assert decode(consumer, handed).num_disk_tokens == num_whole(first), "its own blocks are in its own scope, too"
+        (again,) = consumer.generate(PROMPT, params(), use_tqdm=False)
+        assert again.outputs[0].text == expected
+    else:
+        assert (other.num_cached_tokens or 0) >= num_whole(first)
+    for llm in (producer, consumer):
+        llm.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3", "gemma4", "llama4", "qwen3.5", "falcon-h1"])
 def test_every_kind_of_cache(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -263,6 +340,8 @@ def test_requests_that_cannot_be_honoured(producer: LLM, consumer: LLM) -> None:
     assert refused(consumer, do_remote_decode=True) == "kv_transfer_params.do_remote_decode"
     for change, name in (
         ({"remote_host": "192.0.2.1"}, "remote_host"),
+        ({"remote_host": "unix:/run/any.sock", "remote_port": 0}, "remote_host"),
+        ({"remote_host": "localhost"}, "remote_host"),
         ({"remote_host": None}, "remote_host"),
         ({"remote_port": None}, "remote_port"),
         ({"remote_port": 70000}, "remote_port"),
@@ -275,6 +354,9 @@ def test_requests_that_cannot_be_honoured(producer: LLM, consumer: LLM) -> None:
         ({"other": 1}, "other"),
     ):
         assert refused(consumer, **(handed | change)) == f"kv_transfer_params.{name}"
+    narrow = start("kv_consumer", extra={"allowed_hosts": ["127.0.0.1:14579"]})
+    assert refused(narrow, **handed) == "kv_transfer_params.remote_port"
+    narrow.close()
     with pytest.raises(InvalidParameter) as error:
         SamplingParams(extra_args={"x": 1})
     assert error.value.field == "extra_args"
@@ -286,7 +368,8 @@ PRODUCER = """
 import json, sys
 from quire import LLM, SamplingParams
 llm = LLM(num_kv_blocks=100, max_model_len=256, block_size=8, num_threads=1,
-          kv_transfer_config={"kv_role": "kv_producer", "kv_ip": sys.argv[1], "kv_port": 0})
+          kv_transfer_config={"kv_role": "kv_producer", "kv_ip": sys.argv[1], "kv_port": 0,
+                              "kv_connector_extra_config": {"token": "secret"}})
 params = SamplingParams(temperature=0.0, max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
 for line in sys.stdin:
     (output,) = llm.generate(json.loads(line), params, use_tqdm=False)
@@ -325,12 +408,12 @@ def ask(process: subprocess.Popen[str], prompt: str) -> dict[str, Any]:
 @pytest.mark.parametrize("address", ["127.0.0.1", "unix"])
 def test_two_processes(
     tmp_path: Path,
-    consumer: LLM,
     expected: str,
     address: str,
     other_process: Callable[[str], subprocess.Popen[str]],
 ) -> None:
-    process = other_process(address if address != "unix" else f"unix:{tmp_path}/blocks.sock")
+    address = address if address != "unix" else f"unix:{tmp_path}/blocks.sock"
+    process, consumer = other_process(address), start("kv_consumer", extra={"allowed_hosts": [address]})
     handed = ask(process, PROMPT)
     output = decode(consumer, handed)
     assert (output.outputs[0].text, output.num_disk_tokens) == (expected, num_whole(output))
@@ -344,3 +427,4 @@ def test_two_processes(
     own.close()
     output = decode(consumer, handed, longer)
     assert (output.outputs[0].text, output.num_disk_tokens) == (alone.outputs[0].text, 0)
+    consumer.close()

@@ -281,6 +281,16 @@ def test_options_in_vllms_spelling() -> None:
     )
     assert config is not None
     assert (config.is_producer, config.is_consumer, config.kv_buffer_size) == (True, False, 10**9)
-    hosts = ("127.0.0.1", "127.9.9.9", "::1", "localhost", "unix:/run/a", "10.0.0.7", "10.0.0.8", "example.org")
-    assert [config.may_ask(host) for host in hosts] == [True] * 6 + [False] * 2
     assert read_kv_transfer(None) is None
+
+
+def test_requests_may_name_the_allowed_addresses_only() -> None:
+    config = make_config(allowed_hosts=("10.0.0.7", "127.0.0.1:14579", "[::1]:14579", "unix:/run/a", "host.example:9"))
+    for host, port in (("10.0.0.7", 1), ("127.0.0.1", 14579), ("::1", 14579), ("unix:/run/a", 0), ("host.example", 9)):
+        assert config.refused_field(host, port) is None
+    for host, port in (("127.0.0.1", 22), ("::1", 22), ("host.example", 99)):
+        assert config.refused_field(host, port) == "remote_port"
+    others = ("127.0.0.2", "localhost", "::2", "10.0.0.70", "unix:/run/b", "unix:/run/a/../a", "unix:", "host", "")
+    for host in others:
+        assert config.refused_field(host, 14579) == "remote_host"
+        assert make_config().refused_field(host, 14579) == "remote_host", "nothing is allowed by default"

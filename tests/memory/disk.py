@@ -63,7 +63,7 @@ class Disk:
             mine = [(load.block_idx, load.block.group_idx) for load in loads]
             assert mine == world.twin.host.find_loads(namespace, tokens, max_tokens, self.contents())
             digests = chain.digests(len(tokens) // world.size.block_size)
-            names = [(digests.index(block.digest), block.group_idx) for block in missing]
+            names = [(digests.index(block.digest), block.group_idx) for _, block in missing]
             assert sorted(names) == world.twin.host.find_missing(namespace, tokens, max_tokens), "others are missing"
         fetched = [FetchedBlock(load.block.group_idx, load.block_idx, self.numbers[load.block]) for load in loads]
         adopted = self.archive.publish_loaded(chain, num_blocks, fetched)

@@ -13,7 +13,7 @@ import pytest
 
 from quire.distributed.kvstore.counters import TransferStats
 from quire.scheduling.stats import metrics_of
-from tests.kvstore.servers import free_port
+from tests.kvstore.servers import Answer, free_port, relay
 from tests.server.process import ServerProcess, running
 from tests.server.streams import stream
 
@@ -22,7 +22,10 @@ pytestmark = pytest.mark.slow  # three servers start
 BLOCK_SIZE = 16
 PROMPT = list(range(30, 105))
 WHOLE = (len(PROMPT) - 1) // BLOCK_SIZE * BLOCK_SIZE
-CONFIG = {"kv_port": 0, "kv_connector_extra_config": {"timeout_s": 60}}
+CONFIG = {
+    "kv_port": 0,
+    "kv_connector_extra_config": {"timeout_s": 60, "token": "secret", "allowed_hosts": ["127.0.0.1"]},
+}
 ROLES = {
     "producer": {"kv_role": "kv_producer"},
     "consumer": {"kv_role": "kv_consumer"},
@@ -144,6 +147,28 @@ def test_an_engine_that_is_gone_costs_no_token(pair: Pair) -> None:
     assert after["num_hits"] == before["num_hits"]
 
 
+def test_a_request_whose_blocks_are_damaged_fails_if_so_configured(pair: Pair) -> None:
+    prompt = [9, *PROMPT]
+    handed = completion(pair.producer, prompt, **PREFILL)["kv_transfer_params"]
+
+    def change(_: int) -> Answer:
+        passed = [0]
+
+        def answer(data: bytes) -> bytes:
+            passed[0] += len(data)
+            return data[:-1] + bytes([data[-1] ^ 1]) if passed[0] > 2000 else data
+
+        return answer
+
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+    with relay(handed["remote_port"], change) as port:
+        answer = pair.patient.post("/v1/completions", {**body, "kv_transfer_params": handed | {"remote_port": port}})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "kv_load_failed"
+    assert "retry-after" in answer.headers
+    assert completion(pair.patient, prompt)["choices"]
+
+
 REMOTE = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1}
 
 
@@ -158,6 +183,11 @@ REMOTE = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 
         (
             "consumer",
             {"kv_transfer_params": {**REMOTE, "remote_host": "192.0.2.1"}},
+            "kv_transfer_params.remote_host",
+        ),
+        (
+            "consumer",
+            {"kv_transfer_params": {**REMOTE, "remote_host": "unix:/run/any.sock", "remote_port": 0}},
             "kv_transfer_params.remote_host",
         ),
         ("consumer", {"kv_transfer_params": {**REMOTE, "remote_port": "1"}}, "kv_transfer_params.remote_port"),

@@ -34,7 +34,8 @@ class KVTransferConfig:
         token: secret that both sides must know; required if `kv_ip` is not an address of this host.
         timeout_s: maximum wait for a response of another engine.
         ttl_s: time for which a producer keeps a block.
-        allowed_hosts: hosts that requests may name, in addition to this machine.
+        allowed_hosts: addresses that requests may name, as they name them: "HOST:PORT", "HOST" for all of its ports, or
+            "unix:PATH". Others are refused, those of this machine too, where a port may be that of any service.
     """
 
     kv_connector: str = CONNECTOR
@@ -79,9 +80,20 @@ class KVTransferConfig:
         """Whether the engine fetches blocks."""
         return self.kv_role != "kv_producer"
 
-    def may_ask(self, host: str) -> bool:
-        """Return whether a request may name a host to fetch blocks from."""
-        return is_local(host) or host in self.allowed_hosts
+    def refused_field(self, host: str, port: int) -> str | None:
+        """Return the field of a request's address that `allowed_hosts` does not allow; None if it allows both.
+
+        Args:
+            host: `remote_host`, a name or address, or "unix:PATH".
+            port: `remote_port`.
+        """
+        if host in self.allowed_hosts:
+            return None
+        prefix = f"[{host}]:" if ":" in host else f"{host}:"
+        ports = [entry for entry in self.allowed_hosts if entry.startswith(prefix)]
+        if host.startswith(UNIX) or not ports:
+            return "remote_host"
+        return None if f"{prefix}{port}" in ports else "remote_port"
 
 
 def is_local(host: str) -> bool:

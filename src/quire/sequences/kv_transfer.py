@@ -11,6 +11,8 @@ from quire.errors import InvalidParameter
 NAME: Final = "kv_transfer_params"
 MOST_BLOCK_IDS = 1 << 20
 MOST_TEXT = 1024
+# Error code of a request whose required blocks have not arrived whole; another engine may serve it.
+LOAD_FAILED: Final = "kv_load_failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,6 +156,8 @@ class Request:
         priority: priority level; lower values run first under the policy "priority".
         flow: name of a group of requests that alternate with other requests, for example all requests of a tenant.
         namespace: namespace in which its blocks may be shared.
+        source_namespace: namespace of its blocks at another engine, if `namespace` is its own alone; None if they are
+            the same.
         media: media of the prompt, in the order of their positions.
         retain_cache: True to evict its published blocks last.
         bad_words: token sequences that its outputs may not contain.
@@ -192,6 +194,7 @@ class Request:
     priority: int = 0
     flow: str | None = None
     namespace: Namespace = field(default_factory=Namespace)
+    source_namespace: Namespace | None = None
     media: tuple[Media, ...] = ()
     retain_cache: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()

@@ -32,9 +32,16 @@ MOST_ARRIVING_BYTES: Final = 256 << 20
 
 
 class Arrival(NamedTuple):
-    """A record that has arrived from a slow source and is not verified yet, with the source's counters."""
+    """A record that has arrived from a slow source and is not verified yet.
+
+    Args:
+        record: the record.
+        block: block of the record at the source, whose namespace may be another one.
+        counters: counters of the source.
+    """
 
     record: Record
+    block: StoredBlock
     counters: SourceCounters
 
 
@@ -112,8 +119,8 @@ class DiskBlocks:
         arrival = self.arrived.pop(key, None)
         if arrival is None:
             return False
-        record, counters = arrival
-        is_good = unpack(key, block, memoryview(record), out)
+        record, stored, counters = arrival
+        is_good = unpack(record_key(self.identity, stored), stored, memoryview(record), out)
         counters.num_hits += is_good
         counters.loaded_bytes += is_good * len(out)
         counters.num_damaged += not is_good

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from quire.config import ResolvedConfig
 from quire.config.kv_transfer import KVTransferConfig
@@ -17,6 +18,9 @@ from quire.sequences.pooling import NO_SAMPLING, Pooling
 from quire.sequences.sequence import Request
 from quire.text.structured.grammar_compiler import GrammarCompiler
 from quire.text.tokenizers.tokenizer import Tokenizer
+
+# Bytes of the salt of a request whose blocks are for it alone.
+SALT_BYTES: Final = 32
 
 
 class PreparedRequest(NamedTuple):
@@ -112,6 +116,9 @@ class RequestBuilder:
         if params.speculative and not can_guess:
             raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
         check_hand_over(self._config.kv_transfer, params)
+        namespace, source = options.namespace(self._cache_name, None if adapter is None else adapter.digest), None
+        if is_from_stranger(self._config.kv_transfer, params):
+            namespace, source = namespace._replace(cache_salt=secrets.token_hex(SALT_BYTES)), namespace
         num_prompt = len(tokens.token_ids)
         grammar = None
         if params.thinking_token_budget is not None and (params.thinking is None or self._grammars is None):
@@ -131,7 +138,8 @@ class RequestBuilder:
             seed=self._seed(arrival) if params.seed is None else params.seed,
             priority=options.priority,
             flow=options.flow,
-            namespace=options.namespace(self._cache_name, None if adapter is None else adapter.digest),
+            namespace=namespace,
+            source_namespace=source,
             media=tokens.media,
             retain_cache=options.retain_cache,
             bad_words=words.bad_words,
@@ -167,10 +175,21 @@ def check_hand_over(config: KVTransferConfig | None, params: SamplingParams) -> 
         raise UnsupportedFeature(f"{NAME}.do_remote_decode", f"this engine's kv_role is {config.kv_role}")
     if asked.do_remote_prefill and not config.is_consumer:
         raise UnsupportedFeature(f"{NAME}.do_remote_prefill", f"this engine's kv_role is {config.kv_role}")
-    host = asked.remote_host
-    if asked.do_remote_prefill and host is not None and not config.may_ask(host):
-        allowed = "an address of this host, or one of allowed_hosts in kv_connector_extra_config"
-        raise InvalidParameter(f"{NAME}.remote_host", host, allowed)
+    host, port = asked.remote_host, asked.remote_port
+    if asked.do_remote_prefill and host is not None and port is not None:
+        field = config.refused_field(host, port)
+        if field is not None:
+            allowed = "one that allowed_hosts in kv_connector_extra_config of this engine's kv_transfer_config names"
+            raise InvalidParameter(f"{NAME}.{field}", getattr(asked, field), allowed)
+
+
+def is_from_stranger(config: KVTransferConfig | None, params: SamplingParams) -> bool:
+    """Return whether a request fetches blocks from an engine that proves nothing, since there is no token.
+
+    Whoever listens at its address can forge blocks, so they are for this request alone.
+    """
+    asked = params.kv_transfer
+    return config is not None and config.token is None and asked is not None and asked.do_remote_prefill
 
 
 class TokenizedParams(NamedTuple):

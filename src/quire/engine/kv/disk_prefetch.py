@@ -116,6 +116,8 @@ class DiskPrefetcher:
             self._ranks.send_commands(json.dumps(verdict, separators=(",", ":")).encode())
         if part is not None and self._load(sequence, num_blocks, part) and not is_last:
             return False
+        if self._sources is not None and self._sources.lacks_required(sequence):
+            return False
         sequence.is_staged = True
         if self._sources is not None:
             self._sources.forget(sequence)

@@ -22,8 +22,9 @@ from quire.distributed.kvstore.counters import SourceCounters
 from quire.distributed.kvstore.disk_blocks import Arrival, DiskBlocks
 from quire.distributed.kvstore.record import record_key
 from quire.distributed.kvstore.sources import Inquiry, SourcePool
+from quire.memory.prefix.token_chain import TokenChain
 from quire.memory.results import StoredBlock
-from quire.memory.tiers.disk_tier import DiskTier
+from quire.memory.tiers.disk_tier import DiskLoad, DiskTier
 from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,12 @@ class _Search:
     inquiry: Inquiry | None = None
     asked_s: float = 0.0
     deadline_s: float = 0.0
+    # The requested blocks, here and at the source, by their keys at the source; and keys, here, of arrived records.
+    asked: dict[bytes, tuple[StoredBlock, StoredBlock]] = field(default_factory=dict)
     keys: list[bytes] = field(default_factory=list)
+    # True if the request fails without the whole prompt; True if it has failed.
+    must_have: bool = False
+    has_failed: bool = False
 
 
 class SourceLoads:
@@ -69,6 +75,7 @@ class SourceLoads:
         disk_tier: DiskTier,
         store: DiskBlocks,
         sources_of: Callable[[Sequence], list[PlannedSource]],
+        chain_of: Callable[[Sequence], TokenChain],
         *,
         block_bytes: Seq[int],
         block_size: int,
@@ -76,7 +83,7 @@ class SourceLoads:
     ) -> None:
         self._disk_tier = disk_tier
         self._store = store
-        self._sources_of = sources_of
+        self._sources_of, self._chain_of = sources_of, chain_of
         self._block_bytes = tuple(block_bytes)
         self._block_size = block_size
         self._clock = clock
@@ -100,6 +107,7 @@ class SourceLoads:
             search = self._searches[sequence.seq_id] = _Search(self._sources_of(sequence))
             if len(self._searches) > MOST_SEARCHES:
                 self._drop(self._searches.popitem(last=False)[1])
+            search.must_have = any(source.must_have for source in search.sources)
             self._ask_next(sequence, search, tokens_per_s)
         while search.inquiry is not None and search.current is not None:
             inquiry, pool = search.inquiry, search.current.pool
@@ -112,9 +120,18 @@ class SourceLoads:
                 self._take(search, inquiry, pool.counters)
             elif self._ask_records(sequence, search, tokens_per_s):
                 continue
-            if not self._ask_next(sequence, search, tokens_per_s):
-                return False
-        return True
+            self._ask_next(sequence, search, tokens_per_s)
+        return not search.has_failed
+
+    def lacks_required(self, sequence: Sequence) -> bool:
+        """Return whether a sequence's blocks were all required, and some are not in memory after its loads.
+
+        They were damaged, or the host has no room for them; the request fails then.
+        """
+        search = self._searches.get(sequence.seq_id)
+        if search is not None and search.must_have and not self._has_whole_prompt(sequence, lambda _: False):
+            self._fail(sequence, search, "not all of the prompt's blocks could be used")
+        return search is not None and search.has_failed
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the records that arrived for a sequence and were not used."""
@@ -124,32 +141,38 @@ class SourceLoads:
 
     # ---- parts ----
 
-    def _ask_next(self, sequence: Sequence, search: _Search, tokens_per_s: float | None) -> bool:
+    def _ask_next(self, sequence: Sequence, search: _Search, tokens_per_s: float | None) -> None:
         """Ask the next source which of the missing blocks it has, if any are missing."""
         last, search.inquiry = search.current, None
         while True:
             missing = self._disk_tier.find_missing(sequence.chain, sequence.request.hit_limit)
-            missing = [block for block in missing if not self._store.holds(block)]
-            if last is not None and last.must_have and not self._has_whole_prompt(sequence):
-                self.failed.append((sequence.request.request_id, "not all of the prompt's blocks have arrived"))
-                return False
+            missing = [load for load in missing if not self._store.holds(load.block)]
+            if last is not None and last.must_have and not self._has_whole_prompt(sequence, self._store.holds):
+                self._fail(sequence, search, "not all of the prompt's blocks have arrived")
+                return
             if not search.sources or not missing:
                 search.current = None
-                return True
+                return
             last = search.current = search.sources.pop(0)
-            search.inquiry = last.pool.ask(self._keys_of(missing), with_records=False)
+            search.inquiry = last.pool.ask(self._keys_of(sequence, search, missing), with_records=False)
             if search.inquiry is not None:
                 self._set_deadline(search, len(missing), tokens_per_s)
-                return True
+                return
+
+    def _fail(self, sequence: Sequence, search: _Search, why: str) -> None:
+        if not search.has_failed:
+            search.has_failed = True
+            self.failed.append((sequence.request.request_id, why))
 
     def _ask_records(self, sequence: Sequence, search: _Search, tokens_per_s: float | None) -> bool:
         """Ask the current source for the records of the longest hit; return False if it has none of them."""
         assert search.inquiry is not None
         assert search.current is not None
         store, records = self._store, search.inquiry.records
+        found = {search.asked[key][0] for key in search.inquiry.keys if key in records}
 
         def is_there(block: StoredBlock) -> bool:
-            return store.holds(block) or record_key(store.identity, block) in records
+            return store.holds(block) or block in found
 
         loads = self._disk_tier.find_loads(sequence.chain, is_there, sequence.request.hit_limit).loads
         wanted, num_bytes = [], 0
@@ -158,18 +181,22 @@ class SourceLoads:
                 num_bytes += self._block_bytes[load.block.group_idx]
                 if num_bytes > MOST_READ_BYTES:
                     break
-                wanted.append(load.block)
+                wanted.append(load)
         search.current.pool.counters.num_misses += len(search.inquiry.keys) - len(records)
         if not wanted:
             return False
-        search.inquiry = search.current.pool.ask(self._keys_of(wanted), with_records=True)
+        search.inquiry = search.current.pool.ask(self._keys_of(sequence, search, wanted), with_records=True)
         if search.inquiry is None:
             return False
-        self._set_deadline(search, len({block.digest for block in wanted}), tokens_per_s)
+        self._set_deadline(search, len({load.block_idx for load in wanted}), tokens_per_s)
         return True
 
-    def _keys_of(self, blocks: Seq[StoredBlock]) -> list[bytes]:
-        return [record_key(self._store.identity, block) for block in blocks]
+    def _keys_of(self, sequence: Sequence, search: _Search, loads: Seq[DiskLoad]) -> list[bytes]:
+        """Return the keys of blocks at the sources, and register them as asked for."""
+        chain, describe = self._chain_of(sequence), self._disk_tier.stored_block
+        blocks = [(block, describe(chain, block.group_idx, block_idx)) for block_idx, block in loads]
+        search.asked = {record_key(self._store.identity, stored): (block, stored) for block, stored in blocks}
+        return [*search.asked]
 
     def _set_deadline(self, search: _Search, num_blocks: int, tokens_per_s: float | None) -> None:
         assert search.current is not None
@@ -187,13 +214,16 @@ class SourceLoads:
             if record is None:
                 counters.num_misses += 1
             else:
-                self._store.arrived[key] = Arrival(record, counters)
-                search.keys.append(key)
+                block, stored = search.asked[key]
+                own_key = record_key(self._store.identity, block)
+                self._store.arrived[own_key] = Arrival(record, stored, counters)
+                search.keys.append(own_key)
 
-    def _has_whole_prompt(self, sequence: Sequence) -> bool:
-        limit = (len(sequence.tokens) - 1) // self._block_size
-        plan = self._disk_tier.find_loads(sequence.chain, self._store.holds, sequence.request.hit_limit)
-        return plan.num_blocks >= limit
+    def _has_whole_prompt(self, sequence: Sequence, holds: Callable[[StoredBlock], bool]) -> bool:
+        hit_limit = sequence.request.hit_limit
+        most = len(sequence.tokens) - 1 if hit_limit is None else min(len(sequence.tokens) - 1, hit_limit)
+        plan = self._disk_tier.find_loads(sequence.chain, holds, hit_limit)
+        return plan.num_blocks >= most // self._block_size
 
     def _drop(self, search: _Search) -> None:
         if search.inquiry is not None and search.current is not None and not search.inquiry.done.is_set():

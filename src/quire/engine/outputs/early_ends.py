@@ -10,6 +10,7 @@ from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import DeviceFailed, RequestFailed, WorkerError
 from quire.scheduling.plan import ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
+from quire.sequences.kv_transfer import LOAD_FAILED
 from quire.sequences.status import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class EarlyEnds:
         """End the requests whose blocks were required from another engine, but did not arrive."""
         outputs: list[RequestOutput] = []
         for request_id, why in failed:
-            outputs += self.end(request_id, FinishReason.ERROR, f"kv_load_failure_policy is 'fail': {why}")
+            error = f"kv_load_failure_policy is 'fail': {why}"
+            outputs += self.end(request_id, FinishReason.ERROR, error, LOAD_FAILED)
         return outputs
 
     def fail_item(self, item: ScheduledSequence, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:

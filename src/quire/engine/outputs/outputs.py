@@ -117,7 +117,8 @@ class RequestOutput:
         kv_transfer_params: address at which another engine finds the prompt's blocks, in the last output of a request
             with `do_remote_decode`; else None.
         error: error of the request when a sequence's `finish_reason` is "error".
-        error_code: code of the error: "request_failed" if the request is the cause, else "engine_failed".
+        error_code: code of the error: "request_failed" if the request is the cause, "kv_load_failed" if blocks that it
+            requires from another engine are missing, else "engine_failed".
         metrics: times and preemptions.
     """
 

@@ -33,6 +33,7 @@ from quire.engine.kv.source_loads import PlannedSource, SourceLoads
 from quire.errors import ConfigError
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, least_host_bytes
 from quire.memory.manager import KVCacheManager
+from quire.memory.prefix.token_chain import TokenChain
 from quire.memory.recording.recorder import MemoryRecorder
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import KVCacheSpec
@@ -217,7 +218,14 @@ def open_prefetch(
         parts.callback(hand_over.close)
     if disk.remote is not None or hand_over is not None:
         find = partial(_sources_of, hand_over, disk.remote, cache.prefix_cache_timeout_s)
-        sources = SourceLoads(memory.archive, disk, find, block_bytes=block_bytes, block_size=resolved.block_size)
+        sources = SourceLoads(
+            memory.archive,
+            disk,
+            find,
+            partial(_chain_at_sources, memory),
+            block_bytes=block_bytes,
+            block_size=resolved.block_size,
+        )
     prefetch = DiskPrefetcher(
         memory.archive,
         disk,
@@ -229,6 +237,15 @@ def open_prefetch(
         commands=commands,
     )
     return prefetch, hand_over
+
+
+def _chain_at_sources(memory: KVCacheManager, sequence: TokenSequence) -> TokenChain:
+    """Return the chain of a sequence's blocks at other engines and stores."""
+    request = sequence.request
+    if request.source_namespace is None:
+        return sequence.chain
+    spans = [media.span for media in request.media]
+    return memory.chain(list(sequence.tokens), request.source_namespace, spans)
 
 
 def _sources_of(

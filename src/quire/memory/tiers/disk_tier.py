@@ -118,7 +118,7 @@ class DiskTier:
                 )
             limit = length * 3 // 4
 
-    def find_missing(self, chain: TokenChain, max_tokens: int | None = None) -> list[StoredBlock]:
+    def find_missing(self, chain: TokenChain, max_tokens: int | None = None) -> list[DiskLoad]:
         """Return a chain's whole blocks, of all groups, that are neither on the device nor on the host.
 
         Args:
@@ -127,7 +127,7 @@ class DiskTier:
         size = self._tables.groups[0].spec.block_size
         limit = min(len(chain.tokens) - 1, len(chain.tokens) if max_tokens is None else max_tokens) // size
         views = [CombinedView(indexes, idx, chain, _holds_nothing) for idx, indexes in enumerate(self._indexes())]
-        return [load.block for view in views for load in view.loads(0, limit)]
+        return [load for view in views for load in view.loads(0, limit)]
 
     def stored_block(self, chain: TokenChain, group_idx: int, block_idx: int) -> StoredBlock:
         """Return the identity on disk of a chain's full block."""

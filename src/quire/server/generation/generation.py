@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, RequestError, RequestFailed, UnsupportedFeature, renamed
+from quire.sequences.kv_transfer import LOAD_FAILED
 from quire.sequences.params import SamplingParams
 from quire.server.admission.in_flight import InFlightRequest
 from quire.server.admission.stream_merge import ClientGone, Delta, StreamMerger, merge
@@ -26,7 +27,16 @@ from quire.server.generation.served_model import lora_request, model_name
 from quire.server.http import sse
 from quire.server.http.direct_events import DirectEvents
 from quire.server.http.json_stream import JsonAnswer, JsonWriter, first_piece, further_pieces
-from quire.server.requests.errors import CLIENT_GONE, IN_FLIGHT, REQUEST_ID, SHOWN_ID, ApiError, api_error, stopping
+from quire.server.requests.errors import (
+    CLIENT_GONE,
+    IN_FLIGHT,
+    REQUEST_ID,
+    SHOWN_ID,
+    ApiError,
+    api_error,
+    stopping,
+    unavailable,
+)
 from quire.server.state.request_log import shown_prompt
 from quire.server.state.state import ServerState
 from quire.server.state.tenants import read_tenant
@@ -289,6 +299,8 @@ def _check(delta: RequestOutput, where: str) -> None:
     reasons = {output.finish_reason for output in delta.outputs}
     if "error" in reasons and delta.error_code == RequestFailed.code:
         raise RequestFailed(f"{where}{delta.error or 'the engine gave no reason'}")
+    if "error" in reasons and delta.error_code == LOAD_FAILED:
+        raise unavailable(f"{where}{delta.error}", LOAD_FAILED)
     if "error" in reasons:
         raise RuntimeError(delta.error or "the engine gave no reason")
     if "abort" in reasons:
