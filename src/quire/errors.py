@@ -100,7 +100,7 @@ class CheckpointError(ConfigError):
 
 
 class UnsupportedModel(ConfigError):
-    """A model architecture that no family implements; the message lists the supported ones."""
+    """A model architecture that no family implements, or a form of one."""
 
 
 class RanksDiffer(ConfigError):

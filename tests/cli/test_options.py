@@ -21,6 +21,7 @@ from quire.cli.options import (
     parse_size,
     sampling_options,
 )
+from quire.cli.server_options import read_server_config
 from quire.config import EngineConfig, option_sections
 from quire.config.hints import OPTION_HINTS
 from quire.config.options import PARTS
@@ -187,6 +188,62 @@ def test_flags_of_vllm_that_change_nothing_are_taken(caplog: pytest.LogCaptureFi
     assert record.getMessage().endswith(
         "data_parallel_size, disable_log_requests, enable_eplb, limit_mm_per_prompt, load_format, max_logprobs"
     )
+
+
+# Flags of vLLM's server as start-up scripts have them, and one value of each that asks for something else.
+NEUTRAL = (
+    ("--no-enable-log-outputs", "--enable-log-outputs"),
+    ("--allow-credentials", ""),
+    ("""--allowed-methods=["*"]""", """--allowed-methods=["PUT"]"""),
+    ("""--allowed-headers=["*"]""", """--allowed-headers=["x-a"]"""),
+    ("--disable-fastapi-docs", ""),
+    ("--enable-tokenizer-info-endpoint", ""),
+    ("--language-model-only", ""),
+    ("-O3", ""),
+    ("-O.mode=3", ""),
+    ("--optimization-level=2", ""),
+    ("--moe-backend=auto", "--moe-backend=deep_gemm"),
+    ("--mamba-ssm-cache-dtype=auto", "--mamba-ssm-cache-dtype=float32"),
+    ("--mamba-cache-dtype=auto", "--mamba-cache-dtype=float16"),
+    ("--logprobs-mode=raw_logprobs", "--logprobs-mode=processed_logits"),
+    ("--no-enable-dbo", ""),
+    ("--data-parallel-size-local=1", "--data-parallel-size-local=4"),
+    ("--kv-offloading-backend=native", "--kv-offloading-backend=lmcache"),
+    ("--num-scheduler-steps=1", "--num-scheduler-steps=8"),
+    ("--no-enable-ssl-refresh", "--enable-ssl-refresh"),
+    ("--max-cudagraph-capture-size=512", ""),
+)
+
+
+@pytest.mark.parametrize(("neutral", "other"), NEUTRAL)
+def test_a_neutral_flag_of_vllm_gives_one_warning_and_another_value_an_error(
+    neutral: str, other: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig.from_options(**engine_options(parse_args(["serve", neutral])))
+    assert config == EngineConfig()
+    (record,) = caplog.records
+    name = "optimization_level" if neutral.startswith("-O") else neutral.partition("=")[0].strip("-").replace("-", "_")
+    assert record.getMessage() == f"ignored options that change nothing here: {name.removeprefix('no_')}"
+    if other:
+        with pytest.raises(ConfigError, match=other.partition("=")[0].strip("-").replace("-", "_") + " must be "):
+            EngineConfig.from_options(**engine_options(parse_args(["serve", other])))
+
+
+def test_a_log_of_requests_can_be_switched_off_as_in_vllm() -> None:
+    for flags, is_on in (([], False), (["--no-enable-log-requests"], False), (["--enable-log-requests"], True)):
+        assert read_server_config(parse_args(["serve", *flags])).log_requests is is_on
+
+
+def test_the_help_of_the_server_begins_with_its_own_options() -> None:
+    with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as output:
+        parse_args(["serve", "--help"])
+    positions = [output.getvalue().index(word) for word in ("--host", "--port", "--api-key", "model options:")]
+    assert positions == sorted(positions)
+
+
+def test_a_gpu_has_the_same_flag_in_plans_and_simulations() -> None:
+    assert parse_args(["plan", "--gpu", "h100"]).gpu == "h100"
+    assert parse_args(["simulate", "--gpu", "h100", "--gpus", "2"]).hardware == "h100"
 
 
 @pytest.mark.parametrize("count", ["0", "1"])

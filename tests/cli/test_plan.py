@@ -58,7 +58,7 @@ def test_too_small_a_budget_is_what_the_engine_refuses(capsys: pytest.CaptureFix
     assert plan["longest"] == 464
     assert "464 tokens, prompt and output together, never fit" in plan["never"]
     assert (
-        "max_model_len=1024 needs kv_cache_memory_bytes of at least 2129920, or lower max_model_len to 464"
+        "max_model_len=1024 needs kv_cache_memory_bytes of at least 2129920 bytes, or lower max_model_len to 464"
         in plan["never"]
     )
     command = ["generate", "--prompt", "a", "--max-tokens", "1", "--kv-cache-memory-bytes", "2129919"]

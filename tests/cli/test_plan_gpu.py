@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
+from quire.config import GIB
 from quire.measurement.bench.hardware import HARDWARE
 from quire.measurement.bench.simulated_engine import engine_on_hardware
 from tests.cli.plans import MIB, planned, written
@@ -48,6 +49,18 @@ def test_a_name_stands_for_a_memory(name: str, tmp_path: Path, capsys: pytest.Ca
         plan = planned(capsys, model, "--gpu", name, *more)
         assert len(plan.pop("decode_tokens_per_s")) == len(plan["lengths"])
         assert plan == expected
+
+
+# Total memory that CUDA reports, in GiB, as PyTorch's out-of-memory errors of these GPUs show it.
+REPORTED = {"b200": 178.36, "h100": 79.18, "h200": 139.81, "a100": 79.25, "l40s": 44.42, "l4": 22.06}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_the_memory_of_a_gpu_is_what_its_driver_reports(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(capsys, written(tmp_path, "Qwen3 0.6B"), "--gpu", name)
+    assert 0 <= REPORTED[name] - plan["gpu"]["memory_bytes"] / GIB < 0.2
 
 
 def test_options_that_change_the_memory_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

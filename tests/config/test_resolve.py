@@ -18,6 +18,7 @@ from quire.config import (
     StepCost,
     resolve,
 )
+from quire.config.cache import MIN_BYTES
 from quire.errors import ConfigError
 
 CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)
@@ -157,7 +158,7 @@ def test_a_gpu_has_memory_of_its_own_beside_the_swap_space() -> None:
 @given(
     available=st.integers(0, 1 << 22),
     blocks=st.none() | st.integers(1, 200),
-    memory_bytes=st.none() | st.integers(1, 1 << 22),
+    memory_bytes=st.none() | st.integers(MIN_BYTES, 1 << 22),
     max_model_len=st.integers(1, 2048),
     block_size=st.sampled_from([1, 7, 16, 128]),
 )

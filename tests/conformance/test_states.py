@@ -119,7 +119,7 @@ def test_the_smallest_pool_holds_the_longest_sequence(family: str, tmp_path: Pat
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_kv_blocks": None}
     with pytest.raises(ConfigError) as refused:
         load(folder, **options, kv_cache_memory_bytes=100_000)
-    words = re.search(r"set kv_cache_memory_bytes to at least (\d+)$", str(refused.value))
+    words = re.search(r"set kv_cache_memory_bytes to at least (\d+) bytes$", str(refused.value))
     assert words is not None
     least = int(words[1])
     with pytest.raises(ConfigError):

@@ -344,7 +344,7 @@ def test_what_has_another_name_is_kept_apart(llm: LLM, field: str) -> None:
     [
         ({"max_model_len": 10**6}, "at most"),
         ({"num_kv_blocks": 3}, "num_kv_blocks to at least 32, or max_model_len to at most 48"),
-        ({"num_kv_blocks": None, "kv_cache_memory_bytes": 20_000}, "kv_cache_memory_bytes to at least 1081344"),
+        ({"num_kv_blocks": None, "kv_cache_memory_bytes": 20_000}, "kv_cache_memory_bytes to at least 1081344 bytes"),
         ({"num_kv_blocks": None, "kv_cache_memory_bytes": 10**15}, "available"),
         ({"dtype": "int8"}, "bfloat16"),
         ({"no_such_option": 1}, "known options"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, shown
-from quire.platform.bounded.files import read_file
+from quire.platform.bounded.files import read_file, reason_of, user_path
 
 MAX_BYTES = 1 << 20
 FLAG = "--config"
@@ -38,7 +38,7 @@ def with_config_file(arguments: list[str], parser: argparse.ArgumentParser) -> l
         return arguments
     if path is None:
         return arguments
-    return [*_as_arguments(path, _read(Path(path).expanduser()), parser), *arguments]
+    return [*_as_arguments(path, _read(user_path(path)), parser), *arguments]
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -46,10 +46,10 @@ def _read(path: Path) -> Mapping[str, Any]:
         text = read_file(path, MAX_BYTES).decode()
         options = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"config {path} cannot be read: {error.strerror}", field="config") from error
+        raise ConfigError(f"config {path} cannot be read: {reason_of(error)}", field="config") from error
     except ValueError as error:
         hint = "; YAML is not read, write TOML (name = value) or JSON" if path.suffix in (".yaml", ".yml") else ""
-        raise ConfigError(f"config {path} is not TOML or JSON: {error}{hint}", field="config") from error
+        raise ConfigError(f"config {path} is not TOML or JSON: {reason_of(error)}{hint}", field="config") from error
     if not isinstance(options, dict):
         raise ConfigError(f"config {path} must hold an object, got {shown(options)}", field="config")
     return options

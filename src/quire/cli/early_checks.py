@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from quire.config.cache import CacheConfig
 from quire.config.extras import check_extra
 from quire.config.hints import drop_neutral
 from quire.errors import ConfigError
+from quire.platform.bounded.files import user_path
 
 
 def checked_engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -24,30 +26,40 @@ def checked_engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def check_files(config: EngineConfig) -> None:
     """Check that packages are installed, that models exist and are supported, and that folders can be written."""
-    from quire.models.checkpoints.checkpoint import check_weights, find_gguf, read_config
     from quire.models.families import read_model
     from quire.models.families.quantization_config import check_stored_method, without_quantization
 
     _check_packages(config.cache)
     revision = config.model.revision
     for model in filter(None, (config.model.model, config.speculative.draft_model)):
-        model_revision = revision if model == config.model.model else None
-        path = Path(model).expanduser()
-        # GGUF is skipped: a header may take long to read, and a file on the hub (NAME:QUANTISATION) long to fetch.
-        if (":" in model and not path.exists()) or find_gguf(model, model_revision) is not None:
+        raw = check_model(model, revision if model == config.model.model else None)
+        if raw is None:
             continue
-        raw = read_config(model, model_revision)
         read_model(without_quantization(raw))
         if model == config.model.model:
             check_stored_method(config.model.stored_quantization, raw, is_gguf=False)
-        if path.is_dir():
-            check_weights(path)
     template = config.model.chat_template
-    if template is not None and not Path(template).expanduser().is_file():
+    if template is not None and not os.path.isfile(user_path(template)):
         raise ConfigError(f"chat_template {template!r} is no file", field="chat_template")
     folder = config.cache.prefix_cache_dir
-    if folder is not None and not _can_be_written(Path(folder)):
+    if folder is not None and not _can_be_written(user_path(folder)):
         raise ConfigError(f"prefix_cache_dir {folder!r} is no folder that can be written", field="prefix_cache_dir")
+
+
+def check_model(model: str, revision: str | None) -> Mapping[str, Any] | None:
+    """Check that a model has its files, and return its `config.json`; None for GGUF.
+
+    GGUF is skipped: a header may take long to read, and a file on the hub (NAME:QUANTISATION) long to fetch.
+    """
+    from quire.models.checkpoints.checkpoint import check_weights, find_gguf, read_config
+
+    path = user_path(model)
+    if (":" in model and not os.path.exists(path)) or find_gguf(model, revision) is not None:
+        return None
+    raw = read_config(model, revision)
+    if os.path.isdir(path):
+        check_weights(path)
+    return raw
 
 
 def _check_packages(config: CacheConfig) -> None:
@@ -59,7 +71,14 @@ def _check_packages(config: CacheConfig) -> None:
         check_extra(option)
 
 
+def check_output(field: str, path: str) -> None:
+    """Refuse the path of a file that is written after long work, if its folder does not exist or is not writable."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{field} {path} cannot be written: it is no file in a folder that can be", field=field)
+
+
 def _can_be_written(folder: Path) -> bool:
     """Return whether a folder can be written, or created if it does not exist."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.early_checks import checked_engine_options
 from quire.cli.options import add_engine_options, add_sampling_options, sampling_options
 from quire.cli.structured_options import add_structured_options, structured_options
+from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.platform.bounded.files import reason_of
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import NO_CHOICE, SamplingParams
 
@@ -73,9 +75,18 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--stream has nothing to show before the end of a beam search", field="stream")
     if not prompts and (args.json or args.stream):
         raise ConfigError("the demonstration has neither --json nor --stream; give a prompt", field="prompt")
-    SamplingParams(**overrides)  # validates the parameters before a model is loaded
+    wanted = SamplingParams(**overrides).structured_outputs  # validates the parameters before a model is loaded
+    if wanted is not None:
+        from quire.text.structured.compiled_grammar import check_source
+
+        check_source(wanted)
 
     options = checked_engine_options(args)
+    if args.lora_name is not None:
+        names = [*EngineConfig.from_options(**options).lora.adapters]
+        if args.lora_name not in names:
+            allowed = f"one of {', '.join(names)}, from --lora-modules" if names else "left out without --lora-modules"
+            raise ConfigError(f"--lora-name must be {allowed}, got {args.lora_name!r}", field="lora_name")
     from quire.engine.llm import LLM
 
     with LLM(**options) as llm:
@@ -159,9 +170,9 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     elif args.prompts_file is not None:
         try:
             lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"prompts_file {args.prompts_file} cannot be read: {error}", field="prompts_file"
+                f"prompts_file {args.prompts_file} cannot be read: {reason_of(error)}", field="prompts_file"
             ) from error
         prompts += [line for line in lines if line.strip()]
     if args.prompts_file is not None and not prompts:

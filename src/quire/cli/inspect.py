@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from quire.cli.early_checks import check_model
 from quire.cli.options import Subparsers
 from quire.errors import QuireError, shown
 
@@ -37,6 +38,7 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    check_model(args.model, args.revision)
     from quire.models.checkpoints.checkpoint import Checkpoint
     from quire.models.loading.inspection import inspect
 

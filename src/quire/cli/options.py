@@ -59,7 +59,7 @@ ALIASES = {
 # Prefix of the parsed names of options that only vLLM has, since a command may have an option of the same name.
 FOREIGN = "foreign_"
 # Short forms of vLLM's flags.
-FOREIGN_SHORT = {"data_parallel_size": ("-dp",)}
+FOREIGN_SHORT = {"data_parallel_size": ("-dp",), "optimization_level": ("-O",)}
 GROUPS = {
     ModelConfig: "model",
     CacheConfig: "cache",

@@ -65,7 +65,7 @@ def register(subparsers: Subparsers) -> None:
     group.add_argument(
         "--gpu",
         metavar="NAME",
-        help="b200, h100, h200, a100, l40s or l4: --device cuda and --memory with the size in its data sheet",
+        help="b200, h100, h200, a100, l40s or l4: --device cuda and --memory with what its driver reports",
     )
     group.add_argument(
         "--weights-bytes",

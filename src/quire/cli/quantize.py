@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.cli.early_checks import check_model
+from quire.cli.quantization.output import check_new
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +78,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--num-threads must be at least 1, got {args.num_threads}", field="num_threads")
     if args.to in FILES and args.dtype != "auto":
         raise ConfigError(f"--dtype is for int4 and int8; {args.to} has types of its own", field="dtype")
+
+    check_model(args.model, args.revision)
+    check_new(args.out)
+    if int4_options.get("calibration") is not None:
+        from quire.text.documents import read_text
+
+        read_text(args.calibration, "calibration")
 
     import torch
     from rich.console import Console

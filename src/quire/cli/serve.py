@@ -21,8 +21,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="serve a model over HTTP, with OpenAI's API",
         description="Serve a model over HTTP, with OpenAI's API. Stop with Ctrl-C: running requests finish first.",
     )
-    options.add_engine_options(parser, has_foreign=False)
     add_server_options(parser)
+    options.add_engine_options(parser, has_foreign=False)
     options.add_foreign_options(parser)
     parser.set_defaults(handler=run)
 

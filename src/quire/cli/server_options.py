@@ -104,7 +104,8 @@ def _add_logs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--log-requests",
         "--enable-log-requests",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="log a line for each request: id, route, status, time, tokens, finish reason",
     )
     group.add_argument(

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from quire.errors import ConfigError, QuireError
+from quire.platform.bounded.files import reason_of
 from quire.sequences.structured import StructuredOutputs
 
 # Field of an error -> its flag.
@@ -53,5 +54,5 @@ def with_flag(error: QuireError) -> str:
 def _read(name: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} {path} cannot be read: {error}", field=name) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name} {path} cannot be read: {reason_of(error)}", field=name) from error

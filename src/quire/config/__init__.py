@@ -26,6 +26,7 @@ from quire.config.resolved import (
     pool_blocks,
     resolve,
     step_tokens,
+    sufficient_blocks,
 )
 from quire.config.speculative import SpeculativeConfig
 
@@ -59,4 +60,5 @@ __all__ = [
     "pool_blocks",
     "resolve",
     "step_tokens",
+    "sufficient_blocks",
 ]

@@ -28,8 +28,8 @@ EVICTION_POLICIES = ("lru", "fifo", "lfu", "slru")
 WRITE_POLICIES = ("write_back", "write_through")
 DEFAULT_MEMORY_FRACTION = 0.5
 DEFAULT_GPU_UTILIZATION = 0.9
-# A smaller number is a mistake: vLLM's swap_space is in GiB.
-MIN_SWAP_SPACE = 4096
+# A smaller number is a mistake: it was meant in GiB, as vLLM's swap_space is.
+MIN_BYTES = 1024
 # Size of the host tier for transfers of prefix caches outside memory, if there is no swap space.
 STAGING_BYTES = 1 << 30
 
@@ -113,6 +113,7 @@ class CacheConfig:
         check_whole("block_size", self.block_size, 1, 1024)
         check_whole("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
         put_size(self, "kv_cache_memory_bytes", 1, optional=True)
+        _check_unit("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "for the KV cache")
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
         check_share("gpu_memory_utilization", self.gpu_memory_utilization, 1.0, positive=True)
@@ -129,12 +130,7 @@ class CacheConfig:
         check_share("retention_limit", self.retention_limit, 0.9)
         check_share("kv_cache_metrics_sample", self.kv_cache_metrics_sample, 1.0)
         put_size(self, "swap_space", 0)
-        if 0 < self.swap_space < MIN_SWAP_SPACE:
-            raise ConfigError(
-                f"swap_space={self.swap_space} is {self.swap_space} bytes of host memory; for GiB, write "
-                f'swap_space="{self.swap_space}GiB" (on the command line: --swap-space {self.swap_space}GiB)',
-                field="swap_space",
-            )
+        _check_unit("swap_space", self.swap_space, "of host memory")
         put_path(self, "prefix_cache_dir", optional=True)
         put_size(self, "prefix_cache_disk_bytes", 1)
         put_stores(self)
@@ -180,3 +176,14 @@ class CacheConfig:
             return "swap_space"
         names = ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config")
         return next((name for name in names if getattr(self, name) is not None), names[0])
+
+
+def _check_unit(name: str, num_bytes: int | None, what: str) -> None:
+    """Refuse a number of bytes that is so small that it was meant in GiB."""
+    if num_bytes is not None and 0 < num_bytes < MIN_BYTES:
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(
+            f'{name}={num_bytes} is {num_bytes} bytes {what}; for GiB, write {name}="{num_bytes}GiB" (on the command '
+            f"line: {flag} {num_bytes}GiB)",
+            field=name,
+        )

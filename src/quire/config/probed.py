@@ -31,8 +31,8 @@ class Machine:
         available = self.available_bytes if self.host_bytes is None else self.host_bytes
         if tier_bytes > available:
             raise ConfigError(
-                f"{field} ({tier_bytes:,} bytes of host memory) is more than the {available:,} bytes available after "
-                "the weights are loaded; set a smaller swap_space",
+                f"{field} ({tier_bytes:,} bytes of host memory) is more than the {available:,} bytes "
+                "available; set a smaller swap_space",
                 field=field,
             )
         if self.host_bytes is None:

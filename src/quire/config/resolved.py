@@ -172,15 +172,10 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
     machine = machine.set_aside(cache.host_bytes, cache.host_option)
     max_model_len = context_length(config.model.max_model_len, facts.max_position)
     bytes_per_block = facts.bytes_per_token * cache.block_size
-    num_blocks, origin = pool_blocks(
-        cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs, facts.most_bytes, facts.step
+    num_blocks, needed = sufficient_blocks(
+        *(cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs),
+        *(facts.most_bytes, facts.longest_bytes, facts.step),
     )
-    longest = facts.longest_bytes
-    needed = -(-max_model_len // cache.block_size) if longest is None else -(-longest // bytes_per_block) - 1
-    if num_blocks < needed:
-        raise _too_few_blocks(
-            cache, max_model_len, num_blocks, needed, bytes_per_block, origin, facts.most_bytes is not None
-        )
     concurrency = num_blocks // needed if facts.concurrency is None else facts.concurrency(num_blocks)
     default_threads = 1 if facts.num_parameters < SMALL_MODEL_PARAMETERS else machine.num_threads
     return ResolvedConfig(
@@ -283,8 +278,8 @@ def pool_blocks(
         budget = cache.kv_cache_memory_bytes
         if budget > machine.available_bytes:
             raise ConfigError(
-                f"kv_cache_memory_bytes ({budget:,}) is more than the {machine.available_bytes:,} bytes available "
-                f"after the weights are loaded{_reserved_for_host(cache)}; set a smaller value",
+                f"kv_cache_memory_bytes ({budget:,}) is more than the {machine.available_bytes:,} bytes "
+                f"available{_reserved_for_host(cache)}; set a smaller value",
                 field="kv_cache_memory_bytes",
             )
         # The null block costs one block of the budget.
@@ -307,6 +302,29 @@ def pool_blocks(
     return min(budget // bytes_per_block - 1, most), words
 
 
+def sufficient_blocks(
+    cache: CacheConfig,
+    machine: Machine,
+    bytes_per_block: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    most_bytes: int | None,
+    longest_bytes: int | None,
+    step: StepCost,
+) -> tuple[int, int]:
+    """Return the size of the pool in blocks, and the blocks of one sequence of `max_model_len` tokens.
+
+    Raises:
+        ConfigError: the pool cannot hold one such sequence, or exceeds the memory; the message has what would suffice.
+    """
+    num_blocks, origin = pool_blocks(cache, machine, bytes_per_block, max_model_len, max_num_seqs, most_bytes, step)
+    blocks_of_tokens = -(-max_model_len // cache.block_size)
+    needed = blocks_of_tokens if longest_bytes is None else -(-longest_bytes // bytes_per_block) - 1
+    if num_blocks < needed:
+        raise _too_few_blocks(cache, max_model_len, num_blocks, needed, bytes_per_block, origin, most_bytes is not None)
+    return num_blocks, needed
+
+
 def _adapter_bytes(
     config: EngineConfig, machine: Machine, num_blocks: int, bytes_per_block: int, step: StepCost
 ) -> int | None:
@@ -319,7 +337,7 @@ def _adapter_bytes(
 
 
 def _reserved_for_host(cache: CacheConfig) -> str:
-    return f" and {cache.host_bytes:,} are set aside for {cache.host_option}" if cache.host_bytes else ""
+    return f" where {cache.host_bytes:,} are set aside for {cache.host_option}" if cache.host_bytes else ""
 
 
 def _too_few_blocks(
@@ -333,10 +351,10 @@ def _too_few_blocks(
 ) -> ConfigError:
     """Return the error for a pool that cannot hold one sequence, with the values that would suffice."""
     if cache.num_kv_blocks is not None:
-        field_to_raise, least = "num_kv_blocks", needed
+        field_to_raise, least = "num_kv_blocks", f"{needed}"
     else:
         # One block more, since the null block comes from the same bytes.
-        field_to_raise, least = "kv_cache_memory_bytes", (needed + 1) * bytes_per_block
+        field_to_raise, least = "kv_cache_memory_bytes", f"{(needed + 1) * bytes_per_block} bytes"
     advice = f"set {field_to_raise} to at least {least}"
     if num_blocks > 0 and not has_states:  # a recurrent state is as large for a short sequence
         advice += f", or max_model_len to at most {num_blocks * cache.block_size}"

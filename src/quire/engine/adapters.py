@@ -15,6 +15,7 @@ from quire.errors import (
     UnknownAdapter,
     UnsupportedFeature,
 )
+from quire.platform.bounded.files import user_path
 from quire.sequences.lora import LoRARequest
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class AdapterRegistry:
     def read(self, path: str) -> Adapter:
         """Read an adapter from its folder, which may take long; thread-safe."""
         try:
-            return self.slots.read(Path(path).expanduser())
+            return self.slots.read(user_path(path))
         except ConfigError as error:
             raise InvalidAdapter(str(error), field=error.field or "lora_path") from error
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from quire.errors import ConfigError, QuireError, shown
-from quire.platform.bounded.files import read_file
+from quire.platform.bounded.files import read_file, reason_of
 from quire.platform.bounded.json_text import parse
 from quire.text.tokenizers.tokenizer import Tokenizer
 
@@ -29,8 +29,8 @@ def read_text(path: Path, field: str) -> str:
     """
     try:
         return read_file(path, MAX_TEXT_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{field} {path} cannot be read: {error}", field=field) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field} {path} cannot be read: {reason_of(error)}", field=field) from error
 
 
 def encode_lines(path: Path, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:

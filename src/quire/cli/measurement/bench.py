@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.early_checks import checked_engine_options
+from quire.cli.early_checks import check_output, checked_engine_options
 from quire.cli.measurement.workload import add_shape_options, given_shape
 from quire.cli.options import add_engine_options
 from quire.errors import ConfigError
@@ -31,7 +32,7 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--workload",
-        choices=("W5", *NAMES),
+        choices=sorted(("W5", *NAMES), key=lambda name: name[:2]),
         help="one of the workloads of docs/performance.md, instead of a custom one; W5 is W5-cold",
     )
     parser.add_argument(
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     shape = SyntheticWorkload(**shape_fields)
     name = "W5-cold" if args.workload == "W5" else args.workload
     options: dict[str, Any] = {"skip_tokenizer_init": True, **checked_engine_options(args)}
+    longest = shape.input_len + shape.output_len if name is None else workload(name, 0).longest
+    _check_longest(name, longest, _context_length(options))
     if name == WITHOUT_CACHE and options.setdefault("enable_prefix_caching", False):
         raise ConfigError(f"{name} is the workload without prefix caching", field="enable_prefix_caching")
 
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         ids = range(bench.resolved.vocab_size)
         work = Workload(shape.requests(ids), before=[]) if name is None else workload(name, 0, ids)
+        _check_longest(name, work.longest, bench.resolved.max_model_len)
         report = bench.measure(work)
     finally:
         bench.close()
@@ -86,6 +90,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _context_length(options: Mapping[str, Any]) -> int:
+    """Return the longest context that the options and the model's configuration allow."""
+    from quire.config import EngineConfig, context_length
+    from quire.models.checkpoints.checkpoint import read_config
+    from quire.models.families import build
+    from quire.models.families.quantization_config import without_quantization
+
+    model = EngineConfig.from_options(**options).model
+    spec, _ = build(without_quantization(read_config(model.model, model.revision)))
+    return context_length(model.max_model_len, spec.max_position)
+
+
+def _check_longest(name: str | None, longest: int, max_model_len: int) -> None:
+    """Refuse a workload with a request that the engine would refuse or cut."""
+    if longest > max_model_len:
+        what = "--input-len and --output-len together" if name is None else f"the longest request of {name}"
+        raise ConfigError(
+            f"{what} must be at most the context of {max_model_len:,} tokens, got {longest:,}",
+            field="input_len" if name is None else "workload",
+        )
+
+
 def _fit(args: argparse.Namespace, shape_fields: dict[str, Any]) -> int:
     """Measure steps, fit their times, and write them to a file."""
     other = next((name for name, value in {"workload": args.workload, "profile": args.profile}.items() if value), None)
@@ -94,6 +120,7 @@ def _fit(args: argparse.Namespace, shape_fields: dict[str, Any]) -> int:
         raise ConfigError(
             f"--{other.replace('_', '-')} does not apply to --fit, which has its own requests", field=other
         )
+    check_output("fit", args.fit)
     options: dict[str, Any] = {"skip_tokenizer_init": True, **checked_engine_options(args)}
 
     from quire.config import EngineConfig

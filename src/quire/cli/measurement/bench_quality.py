@@ -54,7 +54,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         QuireError: an option, a model or the text is refused.
     """
+    from quire.measurement.bench.quality_text import bundled_prompts
+    from quire.text.documents import read_text
+
     options = checked_engine_options(args)
+    if args.text is not None:
+        read_text(args.text, "text")
+    elif args.greedy is not None:
+        bundled_prompts(args.greedy[0])
 
     from quire.config import EngineConfig
     from quire.measurement.bench.divergence import report_lines

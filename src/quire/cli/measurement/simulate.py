@@ -10,12 +10,14 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.early_checks import check_output
 from quire.cli.measurement.workload import count
 from quire.cli.options import add_engine_options, engine_options, parse_size
 from quire.config import ModelConfig
 from quire.errors import ConfigError, TraceError, shown
 from quire.measurement.simulation.report import NO_LIMITS, ServiceLevel
 from quire.measurement.simulation.traffic import TRAFFIC, SyntheticTraffic, TrafficShape, TrafficSource
+from quire.platform.bounded.files import reason_of
 
 if TYPE_CHECKING:
     from quire.cli.options import Subparsers
@@ -103,7 +105,9 @@ def register(subparsers: Subparsers) -> None:
     )
     add_engine_options(parser, OPTIONS)
     machine = parser.add_argument_group("machine options").add_mutually_exclusive_group()
-    machine.add_argument("--hardware", metavar="NAME", help="b200, h100, h200, a100, l40s, l4 or cpu (default l4)")
+    machine.add_argument(
+        "--hardware", "--gpu", metavar="NAME", help="b200, h100, h200, a100, l40s, l4 or cpu (default l4)"
+    )
     machine.add_argument("--step-times", metavar="FILE", help="file that quire bench --fit FILE wrote")
     parser.add_argument("--gpus", type=count, default=1, metavar="N", help="machines of a replica (default 1)")
     _add_traffic_options(parser)
@@ -170,6 +174,8 @@ def run(args: argparse.Namespace) -> int:
         for name in ("transfer_rate", "transfer_latency_ms"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"{name} applies with --prefill-replicas only", field=name)
+    if args.chart is not None:
+        check_output("chart", args.chart)
     engine = _engine(args)
     first = args.seed
     seeds = range(first, first + (args.seeds or (SEEDS_OF_COMPARISONS if args.compare else 1)))
@@ -249,9 +255,8 @@ def _traffic(args: argparse.Namespace, shape: TrafficShape | None, block_size: i
                 block_size=block_size,
                 time_scale=args.time_scale or 1.0,
             )
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise TraceError(f"{args.trace} cannot be read: {why}") from error
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{args.trace} cannot be read: {reason_of(error)}") from error
     return lambda seed: trace  # noqa: ARG005
 
 

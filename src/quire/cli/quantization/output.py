@@ -18,7 +18,7 @@ def new_output(path: Path, num_bytes: int) -> Iterator[Path]:
 
     An exception deletes the incomplete output.
     """
-    _check_absent(path)
+    check_new(path)
     try:
         free = shutil.disk_usage(path.parent).free
         if free < num_bytes:
@@ -30,7 +30,7 @@ def new_output(path: Path, num_bytes: int) -> Iterator[Path]:
         raise ConfigError(f"{path} cannot be written: {error.strerror}", field="out") from error
     try:
         yield folder / path.name
-        _check_absent(path)
+        check_new(path)
         (folder / path.name).rename(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}", field="out") from error
@@ -38,6 +38,9 @@ def new_output(path: Path, num_bytes: int) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_absent(path: Path) -> None:
+def check_new(path: Path) -> None:
+    """Refuse a path that exists, or whose folder does not."""
     if os.path.lexists(path):
         raise ConfigError(f"{path} exists already, and nothing is overwritten: name another path", field="out")
+    if not os.path.isdir(path.parent):
+        raise ConfigError(f"{path} cannot be written: {path.parent} is no folder", field="out")

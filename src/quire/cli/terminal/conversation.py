@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cli.options import read_sampling_parameter, sampling_parameters
 from quire.cli.terminal.word_wrap import WordWrap, in_lines
 from quire.errors import ConfigError, RequestError
+from quire.platform.bounded.files import user_path
 from quire.sequences.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Conversation:
         if not path:
             raise RequestError("a file is needed: /save FILE")
         try:
-            with Path(path).expanduser().open("x", encoding="utf-8") as file:
+            with user_path(path).open("x", encoding="utf-8") as file:
                 json.dump({"messages": self.messages}, file, ensure_ascii=False, indent=2)
                 file.write("\n")
         except OSError as error:

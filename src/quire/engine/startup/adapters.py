@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from pathlib import Path
 
 from quire.config import LoRAConfig
 from quire.distributed.gpu_ranks import on_gpu
@@ -16,6 +15,7 @@ from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.loading.loading import make_adapter_slots
 from quire.models.modules.decoder import Decoder
+from quire.platform.bounded.files import user_path
 from quire.scheduling.command_log import CommandStream
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.lora import LoRARequest
@@ -34,7 +34,7 @@ def take_adapters(
         return None
     slots = make_adapter_slots(checkpoint, decoder, config.max_lora_rank, None if ranks is None else ranks.group)
     try:
-        slots.read_ahead(Path(path).expanduser() for path in config.adapters.values())
+        slots.read_ahead(user_path(path) for path in config.adapters.values())
     except CheckpointError as error:
         raise ConfigError(f"lora_modules: {error}", field="lora_modules") from error
     return slots

@@ -43,6 +43,7 @@ from quire.models.loading.fingerprint import fingerprint
 from quire.models.specs.spec import ModelSpec
 from quire.models.specs.stage_spec import StageSpec
 from quire.ops.interface.weight_formats import FORMS
+from quire.platform.bounded.files import user_path
 from quire.scheduling.command_log import CommandStream
 from quire.sequences.sequence import Sequence as TokenSequence
 
@@ -121,7 +122,7 @@ def open_stores(
     folder, disk, remote, transfer = None, None, None, cache.transfer
     try:
         if cache.prefix_cache_dir is not None:
-            folder = StoreFolder(Path(cache.prefix_cache_dir).expanduser() / _part_of(ranks))
+            folder = StoreFolder(user_path(cache.prefix_cache_dir) / _part_of(ranks))
             parts.callback(folder.close)
         identity = _identity(models, resolved, groups, dtype, None if folder is None else folder.path, _part_of(ranks))
         if folder is not None:

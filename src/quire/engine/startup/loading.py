@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from quire.engine.startup.model_defaults import read_default_params
 from quire.engine.startup.model_facts import cache_groups, dtype_on, model_facts, step_cost, stored_dtype
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.tokenizers import open_tokenizer, read_end_token_ids
-from quire.engine.startup.weight_check import check_weights
+from quire.engine.startup.weight_check import check_cache, check_weights
 from quire.errors import ConfigError
 from quire.execution.runners.executor import Executor
 from quire.memory.manager import KVCacheManager
@@ -51,6 +50,7 @@ from quire.models.modules.encoder import Encoder
 from quire.models.modules.stages import StageDecoder
 from quire.ops import choose_kernels
 from quire.ops.interface.ops import Ops
+from quire.platform.bounded.files import user_path
 from quire.platform.host_probe import num_cores, pick_device, probe
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 from quire.platform.numa import bound_to
@@ -207,6 +207,7 @@ def _load_models(
         )
         return encoder_config(config, checkpoint, encoder.spec, device), encoder, None, None
     check_weights(options, config.parallel, checkpoint, device, dtype)
+    check_cache(config, checkpoint, device, dtype)
     model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops, config.lora, ranks))
     load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
     return config, model, *load_draft(config, checkpoint, model, tokenizer, load_decoder_of, ranks)
@@ -265,7 +266,7 @@ def _load_decoder(
             deterministic=options.deterministic,
             max_model_len=options.max_model_len,
             wrap_ops=wrap_ops,
-            adapter=None if merged is None else Path(merged[1]).expanduser(),
+            adapter=None if merged is None else user_path(merged[1]),
             max_lora_rank=0 if lora is None else lora.max_lora_rank,
             ranks=None if ranks is None else ranks.group,
         )

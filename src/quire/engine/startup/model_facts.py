@@ -24,7 +24,7 @@ from quire.execution.profile.gpu_graph_profile import measure_graph_bytes
 from quire.execution.profile.gpu_memory_profile import StepLimits, measure_step_cost
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
-from quire.models.capacity.pool_sizing import memory_concurrency, size_pool
+from quire.models.capacity.pool_sizing import longest_bytes, memory_concurrency, size_pool
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.encoder import Encoder
 from quire.models.modules.mtp import MTPHead
@@ -59,7 +59,7 @@ def model_facts(
         dtype=_name(model.dtype),
         kernels=model.kernels,
         most_bytes=most_bytes(groups, max_model_len, config.scheduler.max_num_seqs, interval),
-        longest_bytes=_longest_bytes(groups, max_model_len),
+        longest_bytes=longest_bytes(groups, max_model_len),
         concurrency=concurrency,
         host_blocks=lambda num_bytes: ArenaSizing.of(groups, num_bytes).layout.num_slabs,
         step=step,
@@ -140,8 +140,3 @@ def _graph_bytes(config: EngineConfig, model: Decoder, draft: Decoder | None, li
     if draft is not None and has_captured_passes(draft):
         taken += measure_graph_bytes(draft, options.of_draft(), limits.block_size, draft.dtype, stored)
     return taken
-
-
-def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
-    """Return the bytes of the smallest pool that holds one sequence of `max_model_len` tokens."""
-    return ArenaSizing.of(groups, 0).bytes_for(max_model_len)

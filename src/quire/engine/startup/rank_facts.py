@@ -28,7 +28,7 @@ from quire.models.adapters.peft_folder import TENSORS_FILE
 from quire.models.checkpoints.checkpoint import Checkpoint, locate
 from quire.models.loading.weight_samples import sample_weights
 from quire.ops.cpu.native_library import MAX_LEVEL_VARIABLE, find_library
-from quire.platform.bounded.files import open_file
+from quire.platform.bounded.files import open_file, user_path
 from quire.text.tokenizers.tokenizer_files import NAMES
 
 # Time for all ranks to read their files; that of a slow file system, for models of many tensors.
@@ -76,7 +76,7 @@ def rank_facts(config: EngineConfig) -> dict[str, RankFact]:
     if config.speculative.draft_model is not None:
         facts |= _checkpoint_facts("draft_model", Checkpoint.open(config.speculative.draft_model))
     for name, path in config.lora.adapters.items():
-        facts |= _adapter_facts(name, Path(path).expanduser())
+        facts |= _adapter_facts(name, user_path(path))
     return facts
 
 
@@ -144,7 +144,7 @@ def _digest(content: bytes) -> str:
 def _digest_of(path: Path) -> str | None:
     """Return the digest of a file; None for one that cannot be read, which is refused later if it is needed."""
     try:
-        with open_file(path.expanduser()) as opened:
+        with open_file(user_path(str(path))) as opened:
             file: Any = opened  # the types of `file_digest` want a reader of more methods than `BinaryIO` declares
             return file_digest(file, "sha256").hexdigest()[:16]
     except (OSError, RuntimeError, ValueError):  # no home folder of that name; a null character

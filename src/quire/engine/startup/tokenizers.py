@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from quire.config import ModelConfig
 from quire.errors import ConfigError, RequestError, shown
 from quire.models.checkpoints.checkpoint import Checkpoint, locate
 from quire.models.families.encoders import find_encoder
+from quire.platform.bounded.files import user_path
 from quire.text.chat.chat_template import ChatTemplate
 from quire.text.tokenizers.ends import END_TEXTS, EndToken, describe, ends_by_text
 from quire.text.tokenizers.gguf_tokenizer import end_texts, named_ends, read_gguf_tokenizer, tokens_of
@@ -45,7 +45,7 @@ def open_tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | 
 
 def _template_of(tokenizer: Tokenizer, path: str) -> ChatTemplate:
     """Return the chat template in a file."""
-    source = read_template(Path(path).expanduser())
+    source = read_template(user_path(path))
     if source is None:
         raise ConfigError(f"chat_template {path!r} is no file", field="chat_template")
     try:

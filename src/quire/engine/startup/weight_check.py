@@ -1,4 +1,4 @@
-"""Checks that a model's weights fit into the available memory, before they are read."""
+"""Checks that a model's weights and its KV cache fit into the available memory, before weights are read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Final
 
 import torch
 
-from quire.config import ModelConfig, ParallelConfig, Quantization
+from quire.config import CACHE_DTYPES, EngineConfig, ModelConfig, ParallelConfig, Quantization
+from quire.engine.startup.model_facts import stored_dtype
 from quire.errors import ConfigError
+from quire.models.capacity.pool_sizing import check_pool
 from quire.models.capacity.rank_part import rank_spec, stored_spec
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.families.quantization_config import read_quantization_config, without_quantization
+from quire.models.specs.cache_layout import cache_specs
 from quire.models.specs.parameter_estimate import estimate_parameters, smaller_forms, weight_bytes
 from quire.models.specs.spec import ModelSpec
 from quire.platform.host_probe import probe, swap_bytes
@@ -57,6 +60,20 @@ def check_weights(
         f"has {available:,} to spare; {', '.join(advice)}",
         field="model",
     )
+
+
+def check_cache(config: EngineConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
+    """Refuse a size of the KV cache that is too small or too large, where the model's configuration tells."""
+    is_given = config.cache.kv_cache_memory_bytes is not None or config.cache.num_kv_blocks is not None
+    # A draft model has a share of each block, and a stage the layers of some.
+    if not is_given or config.speculative.num_tokens or config.parallel.pipeline_parallel_size > 1:
+        return
+    spec, _ = build(without_quantization(checkpoint.config))
+    if config.parallel.tensor_parallel_size > 1:
+        spec = rank_spec(spec, config.parallel)
+    cached = CACHE_DTYPES[stored_dtype(config, dtype)]
+    groups = cache_specs(spec, config.cache.block_size, cached, dtype.itemsize)
+    check_pool(config, groups, probe(device), spec.max_position)
 
 
 def _least_bytes(

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from quire.config import GIB
 from quire.measurement.bench.roofline import STATE_OPERATIONS, ModelShape, Rates, StepWork, least_s, step_work
 from quire.measurement.simulation.replicas.step_time import StepItem
 
 
 class Hardware(NamedTuple):
-    """The published rates of a machine, or of one of its GPUs.
+    """The memory of a machine, or of one of its GPUs, and its published rates.
 
     Args:
-        memory_bytes: size of the memory.
+        memory_bytes: size of the memory; of a GPU, the total that the driver reports.
         read_bytes_per_s: rate of memory reads.
         operations_per_s: rate of dense products in bfloat16.
         device: "cpu" or "cuda", which determines the defaults of some options.
@@ -26,19 +27,22 @@ class Hardware(NamedTuple):
     device: str = "cuda"
 
 
+# A data sheet's gigabytes are neither 10^9 bytes nor GiB: an H200 of "141 GB" has 139.8 GiB, an L4 of "24 GB" 22.0,
+# since ECC takes a part of GDDR. So the memory is the least total that CUDA reported in published out-of-memory errors
+# of PyTorch ("GPU 0 has a total capacity of 139.72 GiB"); it differs by up to 0.2 GiB between drivers and boards.
 HARDWARE: Mapping[str, Hardware] = {
-    # NVIDIA's data sheet of the DGX B200, an eighth of it: 180 GB, 8 TB/s, 4,500 TFLOP/s with sparsity, half without.
-    "b200": Hardware(180e9, 8e12, 2250e12),
-    # NVIDIA's data sheet of the H100 SXM: 80 GB, 3.35 TB/s, 1,979 TFLOP/s with sparsity, half of it without.
-    "h100": Hardware(80e9, 3.35e12, 989e12),
-    # NVIDIA's data sheet of the H200 SXM: 141 GB, 4.8 TB/s, the same products.
-    "h200": Hardware(141e9, 4.8e12, 989e12),
+    # NVIDIA's data sheet of the DGX B200, an eighth of it: 8 TB/s, 4,500 TFLOP/s with sparsity, half without.
+    "b200": Hardware(178.35 * GIB, 8e12, 2250e12),
+    # NVIDIA's data sheet of the H100 SXM: 3.35 TB/s, 1,979 TFLOP/s with sparsity, half of it without.
+    "h100": Hardware(79.1 * GIB, 3.35e12, 989e12),
+    # NVIDIA's data sheet of the H200 SXM: 4.8 TB/s, the same products.
+    "h200": Hardware(139.72 * GIB, 4.8e12, 989e12),
     # NVIDIA's data sheet of the A100 SXM of 80 GB: 2,039 GB/s, 312 TFLOP/s.
-    "a100": Hardware(80e9, 2.039e12, 312e12),
-    # NVIDIA's data sheet of the L40S: 48 GB, 864 GB/s, 362 TFLOP/s.
-    "l40s": Hardware(48e9, 864e9, 362e12),
-    # NVIDIA's data sheet of the L4: 24 GB, 300 GB/s, 242 TFLOP/s with sparsity, half of it without.
-    "l4": Hardware(24e9, 300e9, 121e12),
+    "a100": Hardware(79.14 * GIB, 2.039e12, 312e12),
+    # NVIDIA's data sheet of the L40S: 864 GB/s, 362 TFLOP/s.
+    "l40s": Hardware(44.34 * GIB, 864e9, 362e12),
+    # NVIDIA's data sheet of the L4: 300 GB/s, 242 TFLOP/s with sparsity, half of it without.
+    "l4": Hardware(22.03 * GIB, 300e9, 121e12),
     # A socket of AMD's EPYC 9654: 12 channels of DDR5-4800; 96 cores at 2.4 GHz with 32 products of bfloat16 a cycle.
     "cpu": Hardware(384e9, 460.8e9, 96 * 2.4e9 * 64, device="cpu"),
 }

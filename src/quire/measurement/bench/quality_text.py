@@ -50,15 +50,22 @@ def read_quality_text(tokenizer: Tokenizer, file: Path | None, max_length: int, 
     return sequences
 
 
+def bundled_prompts(count: int) -> list[str]:
+    """Return the first `count` bundled prompts.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    lines = bundled_text(BUNDLED_PROMPTS).read_text(encoding="utf-8").splitlines()
+    if count > len(lines):
+        raise ConfigError(f"greedy prompts must be at most {len(lines)} without a text, got {count}", field="greedy")
+    return lines[:count]
+
+
 def greedy_prompts(tokenizer: Tokenizer, count: int, sequences: list[list[int]] | None = None) -> list[list[int]]:
     """Return prompts of greedy outputs: bundled ones, or ranges of the sequences at equal distances."""
     if sequences is None:
-        lines = bundled_text(BUNDLED_PROMPTS).read_text(encoding="utf-8").splitlines()
-        if count > len(lines):
-            raise ConfigError(
-                f"greedy prompts must be at most {len(lines)} without a text, got {count}", field="greedy"
-            )
-        return [tokenizer.encode(line) for line in lines[:count]]
+        return [tokenizer.encode(line) for line in bundled_prompts(count)]
     begin = sequences[0][:1] if sequences[0][0] == tokenizer.bos_token_id else []
     stream = [token_id for ids in sequences for token_id in ids[len(begin) :]]
     width = min(PROMPT_TOKENS, len(stream))

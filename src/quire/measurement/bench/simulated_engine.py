@@ -24,6 +24,7 @@ from quire.models.families.quantization_config import check_stored_method, witho
 from quire.models.specs.cache_layout import cache_specs
 from quire.models.specs.parameter_estimate import weight_bytes
 from quire.models.specs.spec import ModelSpec
+from quire.platform.bounded.files import reason_of
 
 VERSION = 1
 MAX_FILE_BYTES = 1 << 24
@@ -214,9 +215,8 @@ def engine_of_step_times(path: str) -> SimulatedEngine:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"step_times {path} cannot be read: {why}", field="step_times") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"step_times {path} cannot be read: {reason_of(error)}", field="step_times") from error
     try:
         values = json.loads(text) if len(text) <= MAX_FILE_BYTES else None
     except (ValueError, RecursionError) as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.errors import TraceError
+from quire.platform.bounded.files import reason_of
 
 MAX_TOKENS = 2**31 - 1
 
@@ -45,9 +46,8 @@ def read_trace(path: str) -> list[TracedRequest]:
     try:
         with open(path, encoding="utf-8") as file:
             lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise TraceError(f"{path} cannot be read: {why}") from error
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path} cannot be read: {reason_of(error)}") from error
     if not lines:
         raise TraceError(f"{path} has no requests")
     requests = [_read_line(line, f"{path} line {number}") for number, line in lines]

@@ -54,6 +54,11 @@ class Workload(NamedTuple):
         return sum(len(request.prompt) for request in self.requests)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
+        return max(len(request.prompt) + request.num_new for request in self.requests)
+
+    @property
     def num_new(self) -> int:
         """Number of new tokens of all requests."""
         return sum(request.num_new for request in self.requests)

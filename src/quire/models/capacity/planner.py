@@ -356,6 +356,7 @@ def _never(sizing: ArenaSizing, groups: Sequence[GroupPlan], longest: int, max_m
     text = (
         f"Sequences of more than {longest:,} tokens, prompt and output together, never fit: {longest + 1:,} would need "
         f"{shortage.needed:,} {'blocks' if is_alone else 'slabs'} of {sizing.layout.slab_bytes:,} bytes{most}; there "
-        f"are {shortage.available:,}. max_model_len={max_model_len} needs kv_cache_memory_bytes of at least {least}"
+        f"are {shortage.available:,}. max_model_len={max_model_len} needs kv_cache_memory_bytes of at least {least} "
+        "bytes"
     )
     return text + (f", or lower max_model_len to {longest}." if longest else ".")

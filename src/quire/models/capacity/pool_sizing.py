@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.config import EngineConfig, Machine, ResolvedConfig, StepCost, pool_blocks, step_tokens
+from quire.config import (
+    EngineConfig,
+    Machine,
+    ResolvedConfig,
+    StepCost,
+    context_length,
+    pool_blocks,
+    step_tokens,
+    sufficient_blocks,
+)
 from quire.errors import ConfigError
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
@@ -17,6 +26,38 @@ MIN_FITTED_CONTEXT = 512
 def size_pool(groups: Sequence[KVCacheSpec], num_blocks: int) -> ArenaSizing:
     """Return the arena with `num_blocks` blocks, besides null blocks, for each cache group of tokens."""
     return ArenaSizing.of(groups, arena_bytes(groups, num_blocks))
+
+
+def longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
+    """Return the bytes of the smallest pool that holds one sequence of `max_model_len` tokens."""
+    return ArenaSizing.of(groups, 0).bytes_for(max_model_len)
+
+
+def check_pool(config: EngineConfig, groups: Sequence[KVCacheSpec], machine: Machine, max_position: int) -> None:
+    """Refuse a size of the KV cache with which the engine cannot start, whatever weights and steps take.
+
+    Args:
+        config: options of the engine.
+        groups: cache specs of the model.
+        machine: machine before the weights are loaded.
+        max_position: longest context that the model supports, in tokens.
+
+    Raises:
+        ConfigError: the size exceeds the memory, or holds no sequence of `max_model_len` tokens.
+    """
+    config, _ = fit_context(config, groups, machine, max_position, StepCost())
+    cache, max_num_seqs = config.cache, config.scheduler.max_num_seqs
+    max_model_len = context_length(config.model.max_model_len, max_position)
+    sufficient_blocks(
+        cache,
+        machine.set_aside(cache.host_bytes, cache.host_option),
+        tokens_bytes(groups),
+        max_model_len,
+        max_num_seqs,
+        most_bytes(groups, max_model_len, max_num_seqs, cache.state_snapshot_interval),
+        longest_bytes(groups, max_model_len),
+        StepCost(),
+    )
 
 
 def fit_context(

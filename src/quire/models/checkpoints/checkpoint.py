@@ -6,6 +6,7 @@ Nothing in it is executed: weights are never read from pickles, and code in a ch
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from quire.models.families.expert_layout import (
     has_linear_experts,
 )
 from quire.models.tensors.stored_tensor import StoredTensor
-from quire.platform.bounded.files import read_json
+from quire.platform.bounded.files import read_json, reason_of, user_path
 
 BUNDLED = "bundled"
 SINGLE_FILE = "model.safetensors"
@@ -142,12 +143,12 @@ def read_config(model: str, revision: str | None = None) -> Mapping[str, Any]:
         from quire.models.gguf.opening import open_gguf
 
         return open_gguf(file).config
-    path = Path(model).expanduser()
-    if model == BUNDLED or not path.is_file():
+    path = user_path(model)
+    if model == BUNDLED or not os.path.isfile(path):
         return read_object(locate(model, revision, only="config.json") / "config.json")
     if revision is not None:
         raise CheckpointError(
-            f"revision {revision!r} cannot be honoured: model {model!r} is a local file, which has none",
+            f"revision {revision!r} cannot be honoured: model {shown(model)} is a local file, which has none",
             field="revision",
         )
     return read_object(path)
@@ -181,17 +182,17 @@ def locate(model: str, revision: str | None = None, only: str | None = None) -> 
                 "this installation has no bundled model; name a local folder or a hub id", field="model"
             )
     else:
-        folder = Path(model).expanduser()
-        if not folder.exists() and _HUB_ID.fullmatch(model):
+        folder = user_path(model)
+        if not os.path.exists(folder) and _HUB_ID.fullmatch(model):
             return _download(model, revision, HUB_FILES if only is None else (only,))
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             reason = "does not exist: name a folder, a .gguf file, or a model on the hub as OWNER/NAME"
-            if folder.exists():
+            if os.path.exists(folder):
                 reason = "is a file of a kind that is not read: name the folder with config.json, or a .gguf file"
-            raise CheckpointError(f"model {model!r} {reason}", field="model")
+            raise CheckpointError(f"model {shown(model)} {reason}", field="model")
     if revision is not None:
         raise CheckpointError(
-            f"revision {revision!r} cannot be honoured: model {model!r} is a local folder, which has none",
+            f"revision {revision!r} cannot be honoured: model {shown(model)} is a local folder, which has none",
             field="revision",
         )
     return folder
@@ -208,20 +209,20 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
         CheckpointError: a folder has several models, no file has the quantisation, or a revision is given for
             something that has none.
     """
-    path = Path(model).expanduser()
+    path = user_path(model)
     hub_id, colon, quantization = model.partition(":")
-    if not path.exists() and colon and _HUB_ID.fullmatch(hub_id) and _QUANTIZATION.fullmatch(quantization):
+    if not os.path.exists(path) and colon and _HUB_ID.fullmatch(hub_id) and _QUANTIZATION.fullmatch(quantization):
         folder = _download(hub_id, revision, (f"*{quantization}*{GGUF_SUFFIX}", f"*{quantization}*/*{GGUF_SUFFIX}"), ())
         wanted = re.compile(rf"(?:^|[^A-Za-z0-9]){re.escape(quantization)}(?:[^A-Za-z0-9_]|$)", re.IGNORECASE)
         files = [file for file in folder.rglob(f"*{GGUF_SUFFIX}") if wanted.search(file.name)]
         return _the_model_of(files, f"{hub_id} at quantisation {quantization}")
-    if path.is_dir() and not (path / "config.json").is_file() and any(path.glob(f"*{GGUF_SUFFIX}")):
+    if os.path.isdir(path) and not (path / "config.json").is_file() and any(path.glob(f"*{GGUF_SUFFIX}")):
         path = _the_model_of([*path.glob(f"*{GGUF_SUFFIX}")], str(path))
-    elif path.suffix != GGUF_SUFFIX or not path.is_file():
+    elif path.suffix != GGUF_SUFFIX or not os.path.isfile(path):
         return None
     if revision is not None:
         raise CheckpointError(
-            f"revision {revision!r} cannot be honoured: model {model!r} is a local file, which has none",
+            f"revision {revision!r} cannot be honoured: model {shown(model)} is a local file, which has none",
             field="revision",
         )
     return path
@@ -241,8 +242,8 @@ def _download(model: str, revision: str | None, patterns: Sequence[str], ignored
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise CheckpointError(
-            f"model {model!r} is no local folder, and hub ids need the huggingface_hub package: install it, or name a "
-            "folder",
+            f"model {shown(model)} is no local folder, and hub ids need the huggingface_hub package: install it, or "
+            "name a folder",
             field="model",
         ) from error
     try:
@@ -257,7 +258,8 @@ def _download(model: str, revision: str | None, patterns: Sequence[str], ignored
         if get_close_matches(model, [BUNDLED]):
             advice = f"did you mean {BUNDLED!r}?"
         raise CheckpointError(
-            f"model {model!r} is no folder here, and could not be fetched from the hub: {why}; {advice}", field="model"
+            f"model {shown(model)} is no folder here, and could not be fetched from the hub: {why}; {advice}",
+            field="model",
         ) from error
     return Path(folder)
 
@@ -271,7 +273,7 @@ def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        raise CheckpointError(f"{path} is not valid JSON: {reason_of(error)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value

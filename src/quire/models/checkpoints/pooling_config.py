@@ -12,7 +12,7 @@ from quire.models.checkpoints.checkpoint import MAX_CONFIG_BYTES, Checkpoint
 from quire.models.families.base_models import HEADLESS
 from quire.models.specs.encoder_spec import ClassifierHead, EncoderSpec
 from quire.models.specs.spec import ModelSpec
-from quire.platform.bounded.files import read_json
+from quire.platform.bounded.files import read_json, reason_of
 from quire.sequences.pooling import PoolingKind, PoolingParams
 
 _CLASSIFIER = "classifier_from_token"
@@ -239,7 +239,7 @@ def _read(path: Path, kind: type) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+        raise CheckpointError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
     if not isinstance(value, kind):
         raise CheckpointError(f"{path} must hold a JSON {kind.__name__}, got {type(value).__name__}")
     return value

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
 from quire.models.families.base_models import causal_name
-from quire.models.families.encoders import ENCODERS, build_encoder, find_encoder
+from quire.models.families.encoders import build_encoder, find_encoder
 from quire.models.families.falcon_h1 import falcon_h1
 from quire.models.families.gemma2 import gemma2
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
@@ -86,6 +86,6 @@ def build(config: Mapping[str, Any]) -> tuple[ModelSpec, WeightMap]:
         if isinstance(name, str) and causal_name(name) in FAMILIES:
             return FAMILIES[causal_name(name)](HFConfig(config))
     raise UnsupportedModel(
-        f"the architecture {shown(names[0])} is not implemented; implemented are {', '.join((*FAMILIES, *ENCODERS))}",
+        f"the architecture {shown(names[0])} is not implemented; docs/checkpoints.md lists those that are",
         field="architectures",
     )

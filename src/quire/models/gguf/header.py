@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from quire.errors import CheckpointError, shown
-from quire.platform.bounded.files import open_file
+from quire.platform.bounded.files import open_file, reason_of
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -92,8 +92,7 @@ def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> Header:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{path} cannot be read: {reason}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 class _HeaderReader:

@@ -28,6 +28,18 @@ def open_file(path: Path) -> BinaryIO:
     return open(file, "rb")
 
 
+def user_path(text: str) -> Path:
+    """Return a path as a user wrote it, with `~` and `~NAME` expanded, unless there is no user of the name."""
+    return Path(os.path.expanduser(text))
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """Return why a file cannot be read or written, without its path and the number of the error."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def read_file(path: Path, max_bytes: int) -> bytes:
     """Return the content of a file.
 

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from quire.errors import UnsupportedFeature
-from quire.sequences.structured import OR_ELSE, GrammarSource, lark_literal
+from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.sequences.structured import OR_ELSE, GrammarSource, StructuredOutputs, lark_literal
 from quire.text.schemas.as_json import enforceable
 from quire.text.structured import gbnf
 from quire.text.structured.grammar_budget import GrammarBudget
@@ -37,6 +37,16 @@ SLICES = ("[A-Za-z]+",)
 # Parts of an error: a quoted line with its number, and the position.
 SOURCE_LINE = re.compile(r" \d+ \| ")
 ERROR_LINE = re.compile(r"at (\d+)\(\d+\):")
+# Parts of an error in an expression: the expression, a mark below its wrong part, and the reason.
+REGEX_ERROR = re.compile(
+    r"regex parse error:\n(?:    (?P<quoted>[^\n]*)\n    (?P<margin> *)\^)?.*?\nerror: (?P<reason>[^\n]+)", re.DOTALL
+)
+WANTED = {
+    "json": "a JSON schema",
+    "regex": "a regular expression",
+    "choice": "choices",
+    "grammar": "a grammar in Lark or GBNF",
+}
 NO_EXTENSION = "there is no text that it matches and the model can write"
 
 logger = logging.getLogger(__name__)
@@ -104,7 +114,7 @@ def compile_grammar(tokenizer: Any, source: GrammarSource, *, is_trial: bool = F
             error = matcher.get_error()
         looser = _without_rule(source, error)
         if looser is None:
-            raise ValueError(_reason(error))
+            raise ValueError(_regex_reason(source.text, error) if source.kind == "regex" else _reason(error))
         if not is_trial:
             reason = SOURCE_LINE.split(_reason(error), maxsplit=1)[0]
             logger.warning("a part of a tool's schema is not enforced, since it does not compile: %s", reason)
@@ -143,6 +153,28 @@ def _without_rule(source: GrammarSource, error: str) -> GrammarSource | None:
     return source._replace(text="\n".join([*lines[:idx], looser, *lines[idx + 1 :]])) if looser else None
 
 
+def check_source(wanted: StructuredOutputs) -> None:
+    """Refuse a schema or an expression that does not compile, without a model.
+
+    A grammar may name tokens of the model's vocabulary, so it is not checked.
+
+    Raises:
+        InvalidParameter: it does not compile.
+        UnsupportedFeature: the package `llguidance` is missing.
+    """
+    if wanted.grammar is None:
+        check_installed()
+        try:
+            compile_grammar(_byte_tokenizer(), wanted.source, is_trial=True)
+        except ValueError as error:
+            raise refusal(wanted, str(error)) from error
+
+
+def refusal(wanted: StructuredOutputs, reason: str) -> InvalidParameter:
+    """Return the error for a grammar that does not compile."""
+    return InvalidParameter(wanted.field, wanted.source.text, f"{WANTED[wanted.source.kind]} that compiles: {reason}")
+
+
 def why(matcher: Any) -> str:
     """Return a matcher's error message without the parser state."""
     return _reason(matcher.get_error())
@@ -153,6 +185,16 @@ def _reason(text: str) -> str:
         return NO_EXTENSION
     text = text.partition("<state>")[0].replace("<non-verbose/>", "")
     return " ".join(text.split())[:400] or "no reason is known"
+
+
+def _regex_reason(expression: str, text: str) -> str:
+    """Return the error message of an expression without the rule that `llguidance` makes of it."""
+    match = REGEX_ERROR.search(text)
+    if match is None:
+        return _reason(text)
+    # The position is that in the quoted expression, whose line feeds and slashes are escaped.
+    is_quoted_plain = match["quoted"] == expression
+    return match["reason"] + (f" (character {len(match['margin']) + 1})" if is_quoted_plain else "")
 
 
 def check_installed() -> None:

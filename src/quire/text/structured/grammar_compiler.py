@@ -8,25 +8,16 @@ from functools import partial
 from typing import Final
 from weakref import WeakValueDictionary
 
-from quire.errors import InvalidParameter
 from quire.platform.bounded.process import ProcessPool
 from quire.platform.threads import WorkerThreads
 from quire.sequences.structured import GrammarSource, StructuredOutputs
 from quire.text.structured.compile_sandbox import CompileSandbox
-from quire.text.structured.compiled_grammar import check_installed
+from quire.text.structured.compiled_grammar import check_installed, refusal
 from quire.text.structured.grammar_backend import GrammarBackend
 from quire.text.structured.local_grammars import HeldGrammar
 
 # More than one, so that a slow grammar does not delay all others. Each process holds the vocabulary.
 MAX_SANDBOXES = 2
-WANTED = {
-    "json": "a JSON schema",
-    "regex": "a regular expression",
-    "choice": "choices",
-    "grammar": "a grammar in Lark or GBNF",
-}
-
-
 # Limits of the cached grammars that no request uses: their number, and the memory of their compilation.
 NUM_CACHED: Final = 32
 CACHED_BYTES: Final = 256 << 20
@@ -109,7 +100,6 @@ class GrammarCompiler:
             return cached
         check_installed()
         source = wanted.source
-        allowed = f"{WANTED[source.kind]} that compiles"
         self.grammars.start()  # starts at the same time as a sandbox, since both read the tokenizer
         error, num_bytes = self._check(wanted)
         if error is None:
@@ -117,7 +107,7 @@ class GrammarCompiler:
                 return self._cache.add(source, self.grammars.hold(source, num_bytes))
             except ValueError as failure:
                 error = str(failure)
-        raise InvalidParameter(wanted.field, source.text, f"{allowed}: {error}")
+        raise refusal(wanted, error)
 
     async def wait_for(self, wanted: StructuredOutputs | None) -> HeldGrammar | None:
         """Await the result of `open` in another thread; None for None.

@@ -144,7 +144,7 @@ def read_template(file: Path) -> str | None:
     try:
         return _read_file(file, MAX_TEMPLATE_BYTES).decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file} is not UTF-8 text: {error}") from error
+        raise CheckpointError(f"{file} is not UTF-8 text") from error
 
 
 def _read_file(file: Path, max_bytes: int) -> bytes:

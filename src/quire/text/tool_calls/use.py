@@ -12,6 +12,7 @@ from quire.config.hints import find_parser
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.structured import StructuredOutputs
 from quire.text.chat.chat_template import require_chat_template
+from quire.text.structured.compiled_grammar import WANTED
 from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls.formats import FORMATS, choose_format
 from quire.text.tool_calls.grammar import CallRules, calls_or_answer, text_tokens
@@ -26,7 +27,6 @@ COMPILE_ERROR = re.compile(
 FUNCTION_RULE = re.compile(r"(?:args_|[fF])(\d+)")
 # Beginning of the rule of an answer in `calls_or_answer`.
 ANSWER = "answer: "
-WANTED = {"json": "a JSON schema", "regex": "a regular expression", "choice": "choices"}
 
 
 @dataclass(frozen=True, slots=True)
