@@ -147,7 +147,7 @@ def _digest_of(path: Path) -> str | None:
         with open_file(user_path(str(path))) as opened:
             file: Any = opened  # the types of `file_digest` want a reader of more methods than `BinaryIO` declares
             return file_digest(file, "sha256").hexdigest()[:16]
-    except (OSError, RuntimeError, ValueError):  # no home folder of that name; a null character
+    except (OSError, ValueError):  # a null character
         return None
 
 
