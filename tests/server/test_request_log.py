@@ -21,9 +21,9 @@ from quire import __version__
 from quire.engine.async_llm import AsyncLLM
 from quire.errors import ConfigError
 from quire.server.app import build_app
+from quire.server.log_setup import JsonLines
 from quire.server.requests.body import BodyReader
 from quire.server.settings import ServerConfig
-from quire.server.state.request_log import JsonLines
 from quire.server.state.state import ServerState
 from quire.server.state.tracing import RequestTracer
 

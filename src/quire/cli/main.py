@@ -73,8 +73,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         actions = commands.choices[args.command]._option_string_actions
         flags = [flag for flag, action in actions.items() if action.help is not argparse.SUPPRESS]
         refuse_unknown(args.command, unknown, flags)
-    # `serve` passes its arguments on to its replicas.
-    args.arguments = arguments[1:]
     if hasattr(args, "model_flag"):
         args.model = args.model_flag
     return args

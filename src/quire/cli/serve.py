@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import cast
 
 from quire.cli import options
 from quire.cli.early_checks import check_files
 from quire.cli.server_options import add_server_options, read_server_config
 from quire.errors import ConfigError
 from quire.server.http.address import bind_server
+from quire.server.log_setup import LogSettings
 
 DEFAULT_MAX_QUEUE_LEN = 1024
 
@@ -27,22 +27,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(handler=run)
 
 
-def set_up_log(level: str, *, is_json: bool) -> None:
-    """Set the level and the form of the log: lines of text, or of JSON."""
-    import logging
-
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", force=True)
-    if is_json:
-        from quire.server.state.request_log import JsonLines
-
-        for handler in logging.getLogger().handlers:
-            handler.setFormatter(cast("logging.Formatter", JsonLines()))  # only `format` of it is called
-    for chatty in ("asyncio", "httpx"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    # uvicorn warns of each request that is not HTTP, and any client can send thousands.
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)
-
-
 def run(args: argparse.Namespace) -> int:
     """Serve until a stop signal arrives or the engine has died.
 
@@ -53,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
     from quire.config import EngineConfig
 
-    set_up_log(args.log_level.upper(), is_json=args.log_format == "json")
+    log = LogSettings(level=args.log_level, is_json=args.log_format == "json")
+    log.apply()
     server_config = read_server_config(args)
     if "*" in server_config.allow_origins and server_config.api_key is None:
         logging.warning("--allow-origin '*' without --api-key: every page that a browser here opens can use the server")
@@ -71,6 +56,11 @@ def run(args: argparse.Namespace) -> int:
         from quire.distributed.torchrun import torchrun_place
 
         place = torchrun_place(engine_config.parallel)
+        if place is not None and args.replicas != 1:
+            raise ConfigError(
+                f"replicas must be 1 where torchrun starts the ranks of one server, got {args.replicas}",
+                field="replicas",
+            )
         if place is not None and place.rank > 0:
             from quire.engine.startup.start import load
 
@@ -80,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     # The address is bound first, since the import of the engine takes seconds, and loading may take minutes.
     with bind_server(server_config) as listener:
         if args.replicas != 1:
-            from quire.fleet.local_fleet import serve_replicas
+            from quire.fleet.local.fleet import serve_replicas
 
-            return serve_replicas(args.arguments, args.replicas, server_config, listener)
+            return serve_replicas(args.replicas, engine_config, server_config, log, listener)
         from quire.server.lifecycle import serve
 
         return serve(engine_config, server_config, listener)

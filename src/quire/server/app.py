@@ -12,7 +12,6 @@ from functools import partial
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -32,7 +31,7 @@ from quire.server.protocols import (
     tokens,
 )
 from quire.server.requests.errors import handle_http_exception
-from quire.server.state.auth import Guard, check_operator
+from quire.server.state.auth import check_operator, guarded
 from quire.server.state.intake import Intake
 from quire.server.state.request_log import RequestRecorder
 from quire.server.state.state import ServerState
@@ -101,21 +100,12 @@ def build_app(state: ServerState, tracer: RequestTracer | None = None) -> Starle
         state: state of the server.
         tracer: maker of the requests' spans, None without tracing.
     """
-    keys = {"api_key": state.config.api_key, "operator_key": state.config.operator_key}
-    middleware = [Middleware(Guard, **keys), Middleware(Intake, state=state)]
-    if state.config.allow_origins:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=state.config.allow_origins,
-            allow_methods=("GET", "POST"),
-            # Some clients send many headers of their own; none of them can do harm without a key.
-            allow_headers=("*",),
-            expose_headers=("retry-after", "x-request-id"),
-        )
-        # Preflight requests have no key, so CORS precedes the guard.
-        middleware.insert(0, cors)
     paths = [path for _, path, _ in (*ROUTES, *OPERATION)]
-    middleware.insert(0, Middleware(RequestRecorder, state=state, tracer=tracer, paths=paths))
+    middleware = [
+        Middleware(RequestRecorder, state=state, tracer=tracer, paths=paths),
+        Middleware(guarded, config=state.config),
+        Middleware(Intake, state=state),
+    ]
     rows: list[tuple[str, str, Handler]] = [*ROUTES]
     rows += [(method, path, partial(_operate, handler)) for method, path, handler in OPERATION]
     # The guard turns an exception of a handler into an answer.

@@ -57,7 +57,7 @@ class Proxy:
         if path in ("/health", "/ping"):
             count = len(fleet.available())
             status = "ok" if count else "no server takes requests"
-            body = {"status": status, "num_replicas": len(fleet.replicas), "num_available": count}
+            body = {"status": status, "num_replicas": len(fleet.replicas), "num_available": count, **fleet.health()}
             return _json(body, 200 if count else 503)
         check_operator(Request(scope), has_operators=self._has_operators)
         if path == "/metrics" and method == "GET":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from quire.errors import ConfigError
 from quire.fleet.proxy.replica import Replica
@@ -83,6 +84,10 @@ class Fleet:
             (replica for replica in available if replica.name not in excluded),
             key=lambda replica: replica.num_in_flight,
         )
+
+    def health(self) -> dict[str, Any]:
+        """Return further fields of `/health`."""
+        return {}
 
     def refresh(self) -> None:
         """Tell the router which servers take requests; the time of an ejection may be over."""

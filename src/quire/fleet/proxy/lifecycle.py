@@ -15,7 +15,7 @@ from quire.server.http.address import url_of
 from quire.server.http.http_server import start_http
 from quire.server.http.listener import read_max_connections
 from quire.server.settings import ServerConfig
-from quire.server.state.auth import Guard
+from quire.server.state.auth import guarded
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,8 @@ async def run_proxy(
 ) -> None:
     """Forward requests on the running event loop; see `serve_proxy`."""
     proxy = Proxy(fleet, config.max_body_bytes, config.tenant_header, has_operators=config.operator_key is not None)
-    app = Guard(proxy, api_key=config.api_key, operator_key=config.operator_key)
     await fleet.start()
-    http = await start_http(app, config, listener, max_connections)
+    http = await start_http(guarded(proxy, config), config, listener, max_connections)
     stopped = _stop_signal()
     print(f"Quire routes to {len(fleet.replicas)} servers at {url_of(listener, config.scheme)}", flush=True)
     if on_start is not None:

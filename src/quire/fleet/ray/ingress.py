@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ray import serve
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,7 +36,7 @@ from quire.fleet.ray.metrics import INGRESS, merge_metrics
 from quire.fleet.routing.router import RouteRequest
 from quire.server.requests.errors import ApiError, unavailable
 from quire.server.settings import ServerConfig
-from quire.server.state.auth import Guard, check_operator
+from quire.server.state.auth import check_operator, guarded
 
 # Attempts to have one request answered.
 MAX_ATTEMPTS: Final = 8
@@ -57,19 +56,7 @@ class IngressReplica:
         """Return the application, after checks of keys and origins."""
         config = self._config
         self._ingress = Ingress(self._engine, config, serve.get_replica_context())
-        app: ASGIApp = self._ingress
-        app = Guard(app, api_key=config.api_key, operator_key=config.operator_key)
-        if config.allow_origins:
-            # Preflight requests have no key, so CORS precedes the guard.
-            exposed = ("retry-after", "x-request-id")
-            app = CORSMiddleware(
-                app,
-                allow_origins=config.allow_origins,
-                allow_methods=("GET", "POST"),
-                allow_headers=("*",),
-                expose_headers=exposed,
-            )
-        return _without_request_id(app)
+        return _without_request_id(guarded(self._ingress, config))
 
     async def router_metrics(self) -> tuple[str, bytes]:
         """Return the name of this replica, and the metrics of its router, for another replica."""

@@ -11,10 +11,12 @@ import re
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.requests.errors import IS_OPERATOR, REQUEST_ID, SHOWN_ID, TASK_ENDING_ERRORS, ApiError, error_response
+from quire.server.settings import ServerConfig
 
 # The page is the same for all clients, and prompts for the key itself.
 OPEN_PATH = re.compile(r"/health|/ping|/|/page/[^/]*")
@@ -85,6 +87,27 @@ class Guard:
             why = f"without an API key the host must be localhost or an address, got {host[:100]!r}"
             return ApiError(403, why, code="host_not_allowed")
         return None if _has_key(presented, self._api_key) else invalid_key("API")
+
+
+def guarded(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """Return an application behind the guard, which pages of the allowed origins may call.
+
+    Args:
+        app: application after the guard.
+        config: keys and origins.
+    """
+    guard = Guard(app, api_key=config.api_key, operator_key=config.operator_key)
+    if not config.allow_origins:
+        return guard
+    # Preflight requests have no key, so CORS precedes the guard.
+    return CORSMiddleware(
+        guard,
+        allow_origins=config.allow_origins,
+        allow_methods=("GET", "POST"),
+        # Some clients send many headers of their own; none of them can do harm without a key.
+        allow_headers=("*",),
+        expose_headers=("retry-after", "x-request-id", "x-quire-replica"),
+    )
 
 
 def check_operator(request: Request, *, has_operators: bool) -> None:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.admission.in_flight import InFlightRequest
 from quire.server.http.sse import DIRECT_SEND
+from quire.server.log_setup import FIELDS
 from quire.server.requests.errors import CLIENT_GONE, IN_FLIGHT, SHOWN_ID
 from quire.server.state.state import ServerState
 from quire.server.state.tracing import RequestTracer
@@ -109,30 +110,6 @@ def shown_prompt(prompts: Iterable[TokenPrompt], limit: int) -> str | None:
         return None
     texts = (str(list(prompt.token_ids)) if prompt.text is None else prompt.text for prompt in prompts)
     return " ".join(text[:limit] for text in texts)[:limit]
-
-
-# Attribute of a log record with its fields.
-FIELDS = "quire_fields"
-
-
-class JsonLines:
-    """Formats log records as lines of JSON: `time`, `level`, `logger`, `message`, a record's own fields, `error`."""
-
-    def __init__(self) -> None:
-        self._plain = logging.Formatter()
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
-        line: dict[str, Any] = {
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, FIELDS, {}),
-        }
-        if record.exc_info:
-            line["error"] = self._plain.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
 
 
 def _shown(value: object) -> str:
