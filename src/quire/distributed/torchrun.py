@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -29,6 +30,12 @@ from quire.platform.host_probe import num_cores
 RENDEZVOUS_TIMEOUT_S: Final = 300.0
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TOKEN_BYTES: Final = 32
+# Limits of connections that have not said which rank they are: bytes of the line, seconds, and their number.
+MAX_HELLO: Final = 4 * TOKEN_BYTES
+HELLO_S: Final = 10.0
+MOST_STRANGERS: Final = 64
+# Wait before the next connection is accepted, after one could not be.
+RETRY_S: Final = 0.1
 # A host that has gone silent is noticed after these times, in seconds and attempts.
 KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
 
@@ -123,18 +130,19 @@ def _lead(store: Any, torchrun: TorchrunPlace) -> tuple[RankLinks, str]:
     listener, host = _listen(torchrun)
     with listener:
         store.set("links", json.dumps([host, listener.getsockname()[1], token]))
-        while len(sockets) < torchrun.size - 1:
-            listener.settimeout(max(0.1, deadline - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                missing = next(rank for rank in range(1, torchrun.size) if rank not in sockets)
-                raise RankFailed(missing, f"did not come within {RENDEZVOUS_TIMEOUT_S:g} s") from None
-            rank = _read_hello(connection, token)
-            if 0 < rank < torchrun.size and rank not in sockets:
-                sockets[rank] = connection
+        for hello, connection in _read_hellos(listener, deadline):
+            secret, _, rank = hello.decode("ascii", "replace").strip().partition(" ")
+            is_known = secrets.compare_digest(secret.encode(), token.encode()) and rank.isdigit()
+            if is_known and 0 < int(rank) < torchrun.size and int(rank) not in sockets:
+                _keep_alive(connection)
+                sockets[int(rank)] = connection
             else:
                 connection.close()
+            if len(sockets) == torchrun.size - 1:
+                break
+        else:
+            missing = next(rank for rank in range(1, torchrun.size) if rank not in sockets)
+            raise RankFailed(missing, f"did not come within {RENDEZVOUS_TIMEOUT_S:g} s")
     addresses = [connection.getsockname()[0] for connection in sockets.values()]
     return RankLinks(LEADER, sockets), min(addresses, key=is_loopback)
 
@@ -168,19 +176,46 @@ def _agree_on_address(links: RankLinks, address: str) -> str:
     return str(leader) if is_loopback(address) else address
 
 
-def _read_hello(connection: socket.socket, token: str) -> int:
-    """Return the rank of a connection; 0 if it does not send the secret."""
-    connection.settimeout(10.0)
-    hello = b""
-    with suppress(OSError):
-        while not hello.endswith(b"\n") and len(hello) < 4 * TOKEN_BYTES:
-            data = connection.recv(1)
-            if not data:
-                break
-            hello += data
-    secret, _, rank = hello.decode("ascii", "replace").strip().partition(" ")
-    _keep_alive(connection)
-    return int(rank) if secrets.compare_digest(secret.encode(), token.encode()) and rank.isdigit() else 0
+def _read_hellos(listener: socket.socket, deadline_s: float) -> Iterator[tuple[bytes, socket.socket]]:
+    """Yield the first line of each connection, until a time; one that is slow to send it delays no other.
+
+    Not more than the line is read: facts of the rank may follow it. At most `MOST_STRANGERS` connections wait for their
+    line, `HELLO_S` each; beyond that, the oldest is closed.
+    """
+    waiting: dict[socket.socket, tuple[bytes, float]] = {}
+    try:
+        while (now_s := time.monotonic()) < deadline_s:
+            for connection in [one for one, (_, since_s) in waiting.items() if now_s - since_s > HELLO_S]:
+                del waiting[connection]
+                connection.close()
+            for ready in select.select([listener, *waiting], [], [], min(1.0, deadline_s - now_s))[0]:
+                if ready is listener:
+                    try:
+                        waiting[listener.accept()[0]] = b"", now_s
+                    except OSError:  # it has left already, or there is no descriptor for it now
+                        time.sleep(RETRY_S)
+                    if len(waiting) > MOST_STRANGERS:
+                        oldest = next(iter(waiting))
+                        del waiting[oldest]
+                        oldest.close()
+                    continue
+                if ready not in waiting:
+                    continue
+                hello, since_s = waiting.pop(ready)
+                part = b""
+                with suppress(OSError):
+                    part = ready.recv(MAX_HELLO - len(hello), socket.MSG_PEEK)
+                    part = ready.recv(part.find(b"\n") + 1 or len(part))
+                hello += part
+                if hello.endswith(b"\n"):
+                    yield hello, ready
+                elif part and len(hello) < MAX_HELLO:
+                    waiting[ready] = hello, since_s
+                else:
+                    ready.close()
+    finally:
+        for connection in waiting:
+            connection.close()
 
 
 def _follow(store: Any, torchrun: TorchrunPlace) -> tuple[RankLinks, str]:

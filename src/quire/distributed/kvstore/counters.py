@@ -98,8 +98,15 @@ class TransferStats(NamedTuple):
     num_turned_away: Annotated[
         int,
         Metric(
-            "Refused connections of other engines: wrong token, model or protocol, or too many.",
+            "Refused connections of other engines: wrong token, model or protocol, too slow, or too many.",
             "kv_transfer_turned_away",
+        ),
+    ]
+    num_starved: Annotated[
+        int,
+        Metric(
+            "Connections of other engines that were not accepted, for lack of descriptors or threads.",
+            "kv_transfer_starved",
         ),
     ]
     num_hits: Annotated[int, Metric("Blocks fetched from other engines and used.", "kv_transfer_hits")]

@@ -11,8 +11,10 @@
 ```
 
 A proof is a keyed digest of both nonces: it shows that a side knows the token. Keys are record keys without the
-identity, which is compared once. All lengths are bounded. Nothing is encrypted. The server has a listener thread and a
-thread per connection. The client has a thread for each engine that requests name, up to `MOST_PEERS`.
+identity, which is compared once. All lengths are bounded, and so is the time of every message, however slowly its bytes
+come. Nothing is encrypted. The server has a listener thread and a thread per connection; when all connections are in
+use, a new one takes the place of the one that has made no progress for the longest time. The client has a thread for
+each engine that requests name, up to `MOST_PEERS`.
 """
 
 from __future__ import annotations
@@ -52,11 +54,15 @@ LENGTH = Struct("<I")
 WHICH, READ = 1, 2
 MOST_KEYS = 1 << 16
 KEY_BYTES = 18
-# Limits of a server: connections, and the longest silence of a client, or time to send one record.
+# Limits of a server: connections; the wait for a client's next request, and the time of a message in either direction.
 MOST_CONNECTIONS = 32
 IDLE_S = 30.0
-# Limits of a client: engines with a thread each, and the age of an unused connection, which the peer may have closed
-# since.
+MESSAGE_S = 10.0
+# Wait before the next connection is accepted, after none could be.
+RETRY_S = 0.1
+ERROR_LOG_INTERVAL_S = 60.0
+# Limits of a client: engines with a thread each, and the age of an unused connection, after which the client makes a
+# new one, since the server may have closed it.
 MOST_PEERS = 8
 FRESH_S = 5.0
 
@@ -65,9 +71,9 @@ class TransferError(Exception):
     """The peer does not speak the protocol, serves another model, or does not know the token."""
 
 
-def receive_greeting(connection: socket.socket) -> tuple[bytes, bytes]:
+def receive_greeting(connection: socket.socket, timeout_s: float) -> tuple[bytes, bytes]:
     """Return the identity and the nonce of the first message of the other side."""
-    data = receive(connection, GREETING.size)
+    data = receive(connection, GREETING.size, timeout_s)
     magic, version, identity, nonce = GREETING.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise TransferError(f"the peer speaks another protocol: {bytes(data[:6])!r}")
@@ -80,11 +86,15 @@ def proof(token: str | None, role: bytes, client_nonce: bytes, server_nonce: byt
     return blake2b(role + client_nonce + server_nonce, key=key, digest_size=PROOF_BYTES).digest()
 
 
-def receive(connection: socket.socket, num_bytes: int) -> bytearray:
-    """Receive exactly `num_bytes` bytes."""
+def receive(connection: socket.socket, num_bytes: int, timeout_s: float) -> bytearray:
+    """Receive exactly `num_bytes` bytes within `timeout_s` in all, else raise `TimeoutError`."""
     data = bytearray(num_bytes)
-    view, start = memoryview(data), 0
+    view, start, deadline_s = memoryview(data), 0, monotonic() + timeout_s
     while start < num_bytes:
+        left_s = deadline_s - monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"{start} of {num_bytes} bytes have arrived within {timeout_s:g} s")
+        connection.settimeout(left_s)
         count = connection.recv_into(view[start:])
         if not count:
             raise ConnectionResetError("the peer ended the connection")
@@ -127,7 +137,7 @@ class PeerConnection:
         for start in range(0, len(keys), MOST_KEYS):
             part = keys[start : start + MOST_KEYS]
             self._send(WHICH, part)
-            answer = receive(self._socket, len(part))
+            answer = self._receive(len(part))
             stored_keys += (key for key, is_there in zip(part, answer, strict=True) if is_there == 1)
         self._used_s = monotonic()
         return stored_keys
@@ -138,11 +148,11 @@ class PeerConnection:
             part = keys[start : start + MOST_KEYS]
             self._send(READ, part)
             for key in part:
-                (length,) = LENGTH.unpack(receive(self._socket, LENGTH.size))
+                (length,) = LENGTH.unpack(self._receive(LENGTH.size))
                 if length > self._max_bytes:
                     raise TransferError(f"a record has {length} bytes, more than {self._max_bytes}")
                 if length:
-                    put(key, bytes(receive(self._socket, length)))
+                    put(key, bytes(self._receive(length)))
         self._used_s = monotonic()
 
     def interrupt(self) -> None:
@@ -154,10 +164,14 @@ class PeerConnection:
         """Close the connection."""
         self._socket.close()
 
+    def _receive(self, num_bytes: int) -> bytearray:
+        return receive(self._socket, num_bytes, self._timeout_s)
+
     def _send(self, operation: int, keys: Sequence[bytes]) -> None:
         if monotonic() - self._used_s > FRESH_S:
             self._socket.close()
             self._socket = self._connect()
+        self._socket.settimeout(self._timeout_s)
         self._socket.sendall(REQUEST.pack(operation, len(keys)) + b"".join(key[IDENTITY_BYTES:] for key in keys))
 
     def _connect(self) -> socket.socket:
@@ -180,8 +194,8 @@ class PeerConnection:
     def _greet(self, connection: socket.socket) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(GREETING.pack(MAGIC, VERSION, self._identity, nonce))
-        identity, server_nonce = receive_greeting(connection)
-        peer_proof = receive(connection, PROOF_BYTES)
+        identity, server_nonce = receive_greeting(connection, self._timeout_s)
+        peer_proof = receive(connection, PROOF_BYTES, self._timeout_s)
         if not hmac.compare_digest(peer_proof, proof(self._token, b"server", nonce, server_nonce)):
             raise TransferError("the peer does not know the token")
         connection.sendall(proof(self._token, b"client", nonce, server_nonce))
@@ -230,7 +244,8 @@ class TransferServer:
     Attributes:
         host, port: address that clients connect to.
         num_sent, sent_bytes: numbers of records and bytes that were sent.
-        num_turned_away: number of connections that were refused.
+        num_turned_away: number of connections that were refused, or gave their place to a new one.
+        num_starved: number of connections that could not be accepted, for lack of descriptors or threads.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -241,7 +256,7 @@ class TransferServer:
         self._identity = identity
         self._exports = exports
         self._path = config.kv_ip[len(UNIX) :] if config.kv_ip.startswith(UNIX) else None
-        self.num_sent = self.sent_bytes = self.num_turned_away = 0
+        self.num_sent = self.sent_bytes = self.num_turned_away = self.num_starved = 0
         try:
             self._listener = self._listen(config)
         except OSError as error:
@@ -252,16 +267,17 @@ class TransferServer:
         self.host = config.kv_ip
         self.port: int = 0 if self._path is not None else self._listener.getsockname()[1]
         self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
-        self._is_closed = False
+        # Connections, each with the time of its last progress: a message that was received or sent whole.
+        self._connections: dict[socket.socket, float] = {}
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="kv-transfer", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening, and end all connections; further calls do nothing."""
-        if self._is_closed:
+        if self._closed.is_set():
             return
-        self._is_closed = True
+        self._closed.set()
         with self._lock:
             connections = [self._listener, *self._connections]
         for connection in connections:
@@ -292,26 +308,52 @@ class TransferServer:
         return listener
 
     def _accept(self) -> None:
-        while not self._is_closed:
+        logged_s = -ERROR_LOG_INTERVAL_S
+        while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # also if a client disconnected before it was accepted
+            except ConnectionAbortedError:
                 continue
-            with self._lock:
-                is_full = len(self._connections) >= MOST_CONNECTIONS
-                if not is_full:
-                    self._connections.add(connection)
-            if is_full:
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                self.num_starved += 1
+                if monotonic() - logged_s > ERROR_LOG_INTERVAL_S:
+                    logged_s = monotonic()
+                    logger.error("the hand-over of blocks can take no connection: %s", error.strerror or error)
+                self._closed.wait(RETRY_S)
+                continue
+            if not self._take(connection):
                 self.num_turned_away += 1
                 connection.close()
-                continue
+
+    def _take(self, connection: socket.socket) -> bool:
+        """Serve a connection, in a thread, if there is room; make room by ending a connection without progress."""
+        with self._lock:
+            now_s = monotonic()
+            if len(self._connections) >= MOST_CONNECTIONS:
+                slowest, since_s = min(self._connections.items(), key=lambda item: item[1])
+                if now_s - since_s < FRESH_S:
+                    return False
+                self.num_turned_away += 1
+                del self._connections[slowest]
+                with suppress(OSError):
+                    slowest.shutdown(socket.SHUT_RDWR)
+            self._connections[connection] = now_s
+        try:
             threading.Thread(target=self._serve, args=(connection,), name="kv-transfer", daemon=True).start()
+        except RuntimeError:  # the system starts no more threads
+            self.num_starved += 1
+            with self._lock:
+                self._connections.pop(connection, None)
+            return False
+        return True
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            connection.settimeout(IDLE_S)
             self._greet(connection)
-            while not self._is_closed:
+            while not self._closed.is_set():
+                self._progress(connection)
                 self._answer(connection)
         except TransferError as error:
             self.num_turned_away += 1
@@ -320,25 +362,35 @@ class TransferServer:
             pass
         finally:
             with self._lock:
-                self._connections.discard(connection)
+                self._connections.pop(connection, None)
             connection.close()
 
+    def _progress(self, connection: socket.socket) -> None:
+        with self._lock:
+            if connection in self._connections:  # else it has given its place to another one
+                self._connections[connection] = monotonic()
+
     def _greet(self, connection: socket.socket) -> None:
-        identity, client_nonce = receive_greeting(connection)
+        try:
+            identity, client_nonce = receive_greeting(connection, FRESH_S)
+        except TimeoutError as error:
+            raise TransferError(f"its greeting is not complete: {error}") from error
         nonce = secrets.token_bytes(NONCE_BYTES)
         mine = proof(self._token, b"server", client_nonce, nonce)
         connection.sendall(GREETING.pack(MAGIC, VERSION, self._identity, nonce) + mine)
-        peer_proof = receive(connection, PROOF_BYTES)
+        peer_proof = receive(connection, PROOF_BYTES, FRESH_S)
         if not hmac.compare_digest(peer_proof, proof(self._token, b"client", client_nonce, nonce)):
             raise TransferError("it does not know the token")
         if identity != self._identity:
             raise TransferError("it serves another model, or the same in another layout")
 
     def _answer(self, connection: socket.socket) -> None:
-        operation, count = REQUEST.unpack(receive(connection, REQUEST.size))
+        operation, count = REQUEST.unpack(receive(connection, REQUEST.size, IDLE_S))
         if operation not in (WHICH, READ) or not 0 < count <= MOST_KEYS:
             raise TransferError(f"it asks for operation {operation} on {count} keys")
-        data = bytes(receive(connection, count * KEY_BYTES))
+        data = bytes(receive(connection, count * KEY_BYTES, MESSAGE_S))
+        self._progress(connection)
+        connection.settimeout(MESSAGE_S)  # of each `sendall` in all, however slowly the client reads
         keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
         if operation == WHICH:
             connection.sendall(bytes(self._identity + key in self._exports for key in keys))
@@ -349,5 +401,6 @@ class TransferServer:
                 connection.sendall(LENGTH.pack(0))
                 continue
             connection.sendall(LENGTH.pack(len(record)) + record)
+            self._progress(connection)
             self.num_sent += 1
             self.sent_bytes += len(record)

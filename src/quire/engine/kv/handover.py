@@ -96,6 +96,7 @@ class HandOver:
             num_sent=0 if server is None else server.num_sent,
             sent_bytes=0 if server is None else server.sent_bytes,
             num_turned_away=0 if server is None else server.num_turned_away,
+            num_starved=0 if server is None else server.num_starved,
         )
 
     def _answer(self, request_id: str, block_ids: list[list[int]]) -> KVTransferParams:
