@@ -16,7 +16,7 @@ SIZE = 16
 PROMPT = list(range(1000))
 
 
-def router_of(*names: str, **config: float) -> Router:
+def router_of(*names: str, **config: float | str) -> Router:
     router = Router(RouterConfig(**{"hit_weight": 1.0, "balance_weight": 0.0, **config}))  # type: ignore[arg-type]
     for name in names:
         router.add_replica(name, SIZE)
@@ -55,9 +55,9 @@ def test_after_an_eviction_it_goes_elsewhere() -> None:
 def test_a_longer_queue_than_the_hit_saves_is_not_waited_for() -> None:
     router = router_of("a", "b")
     router.apply("a", 0, [stored(PROMPT[:320])])
-    first = choose(router, list(range(5000, 5300)))  # of no cache: the first replica takes it
+    first = choose(router, list(range(5000, 5280)))  # of no cache: the first replica takes it
     assert first.replica == "a"
-    assert choose(router).replica == "a"  # 300 tokens before it, and 320 of its own that are there
+    assert choose(router).replica == "a"  # 280 tokens and a request before it, and 320 of its own that are there
     assert choose(router).replica == "b"
 
 
@@ -92,8 +92,8 @@ def test_balance_moves_no_session_from_a_long_hit() -> None:
     assert choose(router).replica == "a"  # 0.05 times 30,000 tokens against twice 992
     short_hit = RouteRequest([*PROMPT[:48], *range(5000, 5900)])
     scores = {route.replica: route.score for route in router.rank(short_hit, 0.0)}
-    # The first request is on its way to "a": without that, its score would be that of "b".
-    assert scores["a"] == pytest.approx(scores["b"] - 8 * 0.001)
+    # The first request is on its way to "a", 8 tokens and itself: without that, its score would be that of "b".
+    assert scores["a"] == pytest.approx(scores["b"] - (8 + 16) * 0.001)
 
 
 def test_requests_without_hits_are_spread() -> None:
@@ -183,7 +183,54 @@ def test_the_work_of_every_request_ends_exactly_once() -> None:
         router.end(route)
     for name in router.replicas:
         load = router.load_of(name)
-        assert (load.pending_tokens, load.num_streams, router.queue_s(name)) == (0, 0, 0.0)
+        assert (load.pending_tokens, load.num_running, router.queue_s(name)) == (0, 0, 0.0)
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "least_loaded"])
+@pytest.mark.parametrize("tokens", [(), PROMPT[:320]])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_requests_at_once_are_spread_evenly_whatever_is_known_of_their_prompts(
+    policy: str, tokens: Sequence[int], count: int
+) -> None:
+    """Without a token known, or wholly cached everywhere, each request counts from the moment of its choice."""
+    names = tuple("abcdefg"[:count])
+    router, rng = router_of(*names, policy=policy), random.Random(count)
+    for name in names:
+        router.apply(name, 0, [stored(PROMPT[:320])])
+    running: list[Route] = []
+    for number in range(600):
+        if len(running) == 60:
+            router.end(running.pop(rng.randrange(60)))
+        running.append(choose(router, tokens, now_s=number * 0.01))
+        if not tokens and rng.random() < 0.5:  # known prompts count less once they have begun
+            router.on_first_token(rng.choice(running), number * 0.01)
+        if number == 59:
+            counts = [sum(route.replica == name for route in running) for name in names]
+            assert max(counts) - min(counts) <= 1
+    counts = [sum(route.replica == name for route in running) for name in names]
+    assert sum(counts) == 60
+    # Which ones end is random, so the next ones fill what is short: never more than a few apart.
+    assert max(counts) - min(counts) <= 4
+
+
+def test_requests_one_by_one_of_unknown_prompts_go_round() -> None:
+    router = router_of("a", "b", "c")
+    names = []
+    for number in range(9):
+        route = choose(router, (), now_s=number)
+        names.append(route.replica)
+        router.end(route)
+    assert sorted(names) == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
+
+
+def test_a_prompt_of_unknown_length_counts_as_an_average_one() -> None:
+    router = router_of("a", "b")
+    for number in range(400):
+        router.end(choose(router, [number] * 1000, now_s=number))
+    unknown = choose(router, (), now_s=400.0)
+    assert router.load_of(unknown.replica).pending_tokens == pytest.approx(1000, rel=0.01)
+    assert choose(router, [1] * 900, now_s=400.0).replica != unknown.replica
+    assert choose(router, [2] * 50, now_s=400.0).replica != unknown.replica
 
 
 def test_a_removed_replica_is_forgotten_and_its_requests_still_end() -> None:

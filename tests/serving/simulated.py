@@ -86,6 +86,8 @@ class SimulatedServer:
     Args:
         behave: what it does with the fields of a request.
         restart_s: time after which it is back once it was killed.
+        routes: answers to requests of the proxy itself, by their path.
+        hangs: paths of such requests that are never answered.
     """
 
     behave: Behave
@@ -96,7 +98,7 @@ class SimulatedServer:
     asked: list[dict[str, Any]] = field(default_factory=list)
     own: list[str] = field(default_factory=list)
     routes: dict[str, tuple[int, bytes]] = field(default_factory=dict)
-    max_in_flight: int = 0
+    hangs: set[str] = field(default_factory=set)
     in_flight: set[asyncio.Future[None]] = field(default_factory=set)
 
     def kill(self) -> None:
@@ -133,7 +135,6 @@ class SimulatedServer:
         fields = json.loads(body or b"{}")
         self.asked.append(fields)
         reply = self.behave(fields)
-        self.max_in_flight = max(self.max_in_flight, len(self.in_flight) + 1)
         await self.pause(reply.after_s)
         if reply.kills:
             self.kill()
@@ -141,11 +142,14 @@ class SimulatedServer:
         return SimulatedAnswer(self, reply)
 
     async def fetch(
-        self, method: str, path: str, _headers: Any = (), body: bytes = b"", **_: float
+        self, method: str, path: str, _headers: Any = (), body: bytes = b"", *, timeout_s: float, **_: int
     ) -> tuple[int, bytes]:
         if not self.is_alive:
             raise UpstreamLost("cannot connect: refused", was_sent=False, is_refused=True)
         self.own.append(f"{method} {path} {body.decode()}".strip())
+        if path in self.hangs:
+            await asyncio.sleep(timeout_s)
+            raise UpstreamLost("no answer in time")
         return self.routes.get(path, (200, b"{}") if path == "/health" else (404, b"{}"))
 
 

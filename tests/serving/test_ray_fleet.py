@@ -131,11 +131,11 @@ def test_requests_of_other_routers_count_for_a_while() -> None:
     own = ticket_of(PROMPT[:100])
     name = fleet.rank(own, 0.0)[0]
     fleet.on_queue_len(name, 1, 0.0)  # its own alone
-    assert fleet.router.queue_s(name) == pytest.approx(0.1)
+    assert fleet.router.queue_s(name) == pytest.approx(0.116)  # its tokens, and 16 for the request itself
     fleet.on_queue_len(name, 3, 0.0)  # two more, each as long as its own
-    assert fleet.router.queue_s(name) == pytest.approx(0.3)
+    assert fleet.router.queue_s(name) == pytest.approx(3 * 0.116)
     fleet.rank(Ticket(), QUEUE_LEN_S + 0.1)
-    assert fleet.router.queue_s(name) == pytest.approx(0.1)
+    assert fleet.router.queue_s(name) == pytest.approx(0.116)
     fleet.on_queue_len("none", 3, 0.0)
 
 

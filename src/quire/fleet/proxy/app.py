@@ -30,7 +30,7 @@ class Proxy:
         self._bodies = BodyBudget(max_body_bytes)
         self._has_operators = has_operators
         self.metrics = ProxyMetrics(
-            lambda: {name: replica.describe() for name, replica in fleet.replicas.items()},
+            lambda: {state["url"]: state for state in fleet.describe()},
             lambda: self._forwarder.describe(),
         )
         prompts = RoutedPrompts(fleet.ask_for_tokens, tenant_header)
@@ -63,8 +63,7 @@ class Proxy:
         if path == "/metrics" and method == "GET":
             return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
         if path == "/router/replicas" and method == "GET":
-            replicas = [replica.describe() for replica in fleet.replicas.values()]
-            return _json({"replicas": replicas, **self._forwarder.describe()})
+            return _json({"replicas": fleet.describe(), **self._forwarder.describe()})
         if path in ("/router/drain", "/router/undrain") and method == "POST":
             name = _parse(await self._bodies.read(scope, receive)).get("replica")
             replica = fleet.replicas.get(name) if isinstance(name, str) else None

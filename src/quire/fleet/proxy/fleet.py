@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from quire.errors import ConfigError
 from quire.fleet.proxy.replica import Replica
-from quire.fleet.proxy.upstream import UpstreamLost
+from quire.fleet.proxy.tokenizers import Tokenizers
 from quire.fleet.routing.breaker import BreakerState
 from quire.fleet.routing.ejection import Ejector
 from quire.fleet.routing.failure_policy import FailurePolicy
@@ -17,9 +17,8 @@ from quire.fleet.routing.router import Router, RouterConfig
 
 logger = logging.getLogger(__name__)
 
-ASK_S = 2.0
-# Bytes of an answer with the tokens of a prompt: a million of them have 8 MB.
-MAX_TOKENS_BYTES = 16 << 20
+# Time for which the first probes are waited for before requests are taken.
+FIRST_PROBES_S: Final = 2.0
 
 
 class Fleet:
@@ -36,6 +35,7 @@ class Fleet:
         router: the router, which knows each server by its address.
         replicas: servers by address.
         policy: policies where servers fail.
+        tokenizers: tokenizers of the servers.
 
     Raises:
         ConfigError: there is no server, or a server is given twice, or an address is invalid.
@@ -58,14 +58,18 @@ class Fleet:
         self._ejector = Ejector(self.policy)
         self.replicas = {name: Replica(name, self.router, self._ejector.add(name), headers) for name in names}
         self._probe_interval_s = probe_interval_s
+        self.tokenizers = Tokenizers()
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Probe all servers once, and go on until `stop`."""
-        await asyncio.gather(*(replica.probe() for replica in self.replicas.values()))
+        """Probe all servers until `stop`; wait for the first probes, but not for slow ones."""
         self._watching = [
             asyncio.create_task(replica.watch(self._probe_interval_s)) for replica in self.replicas.values()
         ]
+        probes = [asyncio.create_task(replica.probed.wait()) for replica in self.replicas.values()]
+        _, slow = await asyncio.wait(probes, timeout=FIRST_PROBES_S)
+        for probe in slow:
+            probe.cancel()
 
     async def stop(self) -> None:
         """End the probes, and close all connections to servers."""
@@ -113,13 +117,12 @@ class Fleet:
 
     async def ask_for_tokens(self, body: bytes) -> bytes | None:
         """Return a server's answer to `POST /prompt_tokens`; None if no server answers in time."""
-        for replica in self.available()[:2]:
-            try:
-                status, answer = await replica.fetch(
-                    "POST", "/prompt_tokens", body, timeout_s=ASK_S, max_bytes=MAX_TOKENS_BYTES
-                )
-            except UpstreamLost:
-                continue
-            # The other servers would refuse it too.
-            return answer if status == 200 else None
-        return None
+        return await self.tokenizers.ask(self.available(), body)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the state of the servers, for operators."""
+        now_s = asyncio.get_running_loop().time()
+        return [
+            {**replica.describe(), "tokenizer": self.tokenizers.breaker(replica).state(now_s).value}
+            for replica in self.replicas.values()
+        ]

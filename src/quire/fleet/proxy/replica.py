@@ -43,6 +43,8 @@ class Replica:
         self._router = router
         self._headers = headers
         self._num_missed = 0
+        # Set once the first probe has ended.
+        self.probed = asyncio.Event()
         self._is_wanted = asyncio.Event()
         self._source: dict[str, Any] | None = None
         self._seq_before = -1
@@ -66,6 +68,7 @@ class Replica:
         try:
             while True:
                 await self.probe()
+                self.probed.set()
                 await asyncio.sleep(min(MIN_PROBE_S, interval_s))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(interval_s - MIN_PROBE_S):

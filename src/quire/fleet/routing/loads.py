@@ -55,7 +55,7 @@ class ReplicaLoad:
 
     Attributes:
         pending_tokens: tokens of prompts to compute, of requests whose answer has not begun.
-        num_streams: requests whose answer has begun.
+        num_running: requests that have not ended, from the moment at which the replica was chosen.
         num_requests: requests so far.
         computed_tokens: tokens of its prompts that were not expected in its cache.
         recent_tokens: `computed_tokens` with the half-life `HALF_LIFE_S`, as of `given_s`.
@@ -68,7 +68,7 @@ class ReplicaLoad:
     """
 
     pending_tokens: int = 0
-    num_streams: int = 0
+    num_running: int = 0
     num_requests: int = 0
     computed_tokens: int = 0
     recent_tokens: float = 0.0
@@ -89,6 +89,7 @@ class ReplicaLoad:
         self.pending_tokens += num_tokens
         self.computed_tokens += num_tokens
         self.num_requests += 1
+        self.num_running += 1
 
     def slowness_at(self, now_s: float) -> float:
         """Return the expected time of the replica, as a multiple of the others'."""
@@ -115,17 +116,17 @@ def _bounded(seconds: float, expected_s: float) -> float:
 class LoadOrder:
     """The replicas in the order of their queues, in a heap."""
 
-    def __init__(self, stream_tokens: int, speed: Speed) -> None:
+    def __init__(self, request_tokens: int, speed: Speed) -> None:
         self.loads: dict[int, ReplicaLoad] = {}
         self._speed = speed
-        self._stream_tokens = stream_tokens
+        self._request_tokens = request_tokens
         # (queue, computed tokens, replica, version); entries of older versions are invalid.
         self._heap: list[tuple[float, int, int, int]] = []
 
     def own_tokens(self, replica: int) -> int:
         """Return the length of a replica's queue in tokens of prompts, without requests of other routers."""
         load = self.loads[replica]
-        return load.pending_tokens + load.num_streams * self._stream_tokens
+        return load.pending_tokens + load.num_running * self._request_tokens
 
     def queue_tokens(self, replica: int) -> int:
         """Return the length of a replica's queue in tokens of prompts."""

@@ -8,7 +8,9 @@
 Other policies are `round_robin` and `least_loaded`, which ignore prompts. The router knows all parts of the score: KV
 events state the contents of a cache, and the router itself has sent the queued and computed requests. A session's next
 prompt is expected to hit its last prompt before the events say so. If events are missing, the cache counts as empty, so
-the shortest queue decides. The same calls result in the same decisions, because times are arguments.
+the shortest queue decides. A request is in a queue from the moment of the choice until its end, and its prompt until
+the first token; a prompt of unknown length counts as an average one. The same calls result in the same decisions,
+because times are arguments.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ POLICIES = ("cache_aware", "least_loaded", "round_robin")
 # Maximum numbers of replicas that are compared: of the longest hits, and of the shortest queues.
 MAX_HOLDERS = 64
 MAX_IDLE = 8
+# Weight of the latest prompt in the mean tokens to compute.
+MEAN_WEIGHT = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,8 @@ class RouterConfig:
     Args:
         policy: one of `POLICIES`.
         seconds_per_token: time to compute a token of a prompt, until it is measured.
-        stream_tokens: delay of other requests by a running stream, in tokens of a prompt.
+        stream_tokens: delay of other requests by one that has not ended, in tokens of a prompt, beside its own prompt.
+        unknown_tokens: tokens that count for a prompt of unknown length, until the mean of the known ones does.
         hit_weight: value of a hit token, in tokens to compute. The part above 1 is the value of a slot in a cache, on
             slow and fast replicas: a token that is not hit evicts another one, which may have to be computed again.
         balance_weight: cost of a token that a replica has recently computed more than others, in tokens to compute: new
@@ -53,6 +58,7 @@ class RouterConfig:
     policy: str = "cache_aware"
     seconds_per_token: float = 0.001
     stream_tokens: int = 16
+    unknown_tokens: int = 256
     hit_weight: float = 2.0
     balance_weight: float = 0.05
     tie_tokens: int = 16
@@ -122,6 +128,8 @@ class Router:
         self._sessions = Sessions(self.config.max_sessions)
         self._num_added = 0
         self._last_turn = -1
+        # Mean tokens to compute of a prompt.
+        self._mean_pending = float(self.config.unknown_tokens)
 
     # ---- replicas ----
 
@@ -269,7 +277,11 @@ class Router:
         """Count a request as work of a route's replica, until `end`."""
         load, self._last_turn = self._order.loads[route._number], route._number
         route._ahead, route._sent_s = load.pending_tokens, now_s
-        route._pending = max(0, route.num_tokens - route.hit.num_tokens)
+        if route.num_tokens:
+            route._pending = max(0, route.num_tokens - route.hit.num_tokens)
+            self._mean_pending += MEAN_WEIGHT * (route._pending - self._mean_pending)
+        else:
+            route._pending = round(self._mean_pending)
         load.give(route._pending, now_s)
         self._order.update(route._number)
         if request.session is not None:
@@ -279,9 +291,9 @@ class Router:
     def on_first_token(self, route: Route, now_s: float) -> None:
         """Record that a request's answer has begun."""
         load = self._order.loads.get(route._number)
-        if route._phase == 0 and load is not None:
+        # A prompt of unknown length measures nothing, and counts to its end, so that the fewest requests decide.
+        if route._phase == 0 and load is not None and route.num_tokens:
             load.pending_tokens -= route._pending
-            load.num_streams += 1
             self._measure(load, now_s - route._sent_s, route._ahead + route._pending, now_s)
             self._order.update(route._number)
         route._phase = max(route._phase, 1)
@@ -290,10 +302,9 @@ class Router:
         """Record that a request has ended, complete or not; further calls do nothing."""
         load = self._order.loads.get(route._number)
         if load is not None and route._phase < 2:
-            if route._phase == 0:
+            if route._phase == 0 or not route.num_tokens:
                 load.pending_tokens -= route._pending
-            else:
-                load.num_streams -= 1
+            load.num_running -= 1
             self._order.update(route._number)
         route._phase = 2
 
