@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.fleet.proxy.streams import EventCutter, error_event
+from quire.fleet.proxy.streams import EventCutter, error_event, fields_of
 from quire.fleet.proxy.upstream import UpstreamDamaged, UpstreamLate, UpstreamLost
 from quire.server.requests.errors import SHOWN_ID, ApiError, unavailable
 
@@ -27,6 +27,8 @@ HOP_BY_HOP: Final = frozenset(
     }
 )
 SERVER_LOST: Final = "the server of this request was lost"
+# Beginning of the routes of single models.
+MODELS: Final = "/v1/models/"
 # Statuses of a server that cannot take the request now; another server may.
 BUSY: Final = (429, 503)
 # Statuses of a server that has failed on a request; another server may answer it.
@@ -56,6 +58,26 @@ class Answer(Protocol):
 
     def close(self) -> None:
         """Abandon the answer, unless it was read to its end."""
+
+
+class ReadAnswer:
+    """An answer whose body was read to its end; see `Answer`."""
+
+    def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = body
+
+    def header(self, name: bytes) -> bytes:
+        """Return the value of a header; empty if it is missing."""
+        return next((value for key, value in self.headers if key == name), b"")
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the body."""
+        yield self.body
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Requester(Protocol):
@@ -143,6 +165,7 @@ class Exchange:
         self.headers = Headers(scope=scope)
         self.body = body
         self.request_id: str = scope.get(SHOWN_ID, "")
+        self._fields: Mapping[str, Any] | None = None
         self.has_begun = False
         self.last_busy: tuple[int, bytes] | None = None
         self.last_damage = ""
@@ -157,6 +180,19 @@ class Exchange:
         self._limits, self._started_s = USUAL_LIMITS, 0.0
         # Answer of a server that has failed, and the server's name.
         self._held: tuple[Answer, str] | None = None
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The fields of the body; none if it is no JSON object."""
+        if self._fields is None:
+            self._fields = fields_of(self.body)
+        return self._fields
+
+    @property
+    def model(self) -> str | None:
+        """The model that the request names; None without one."""
+        name = self.path.removeprefix(MODELS) if self.path.startswith(MODELS) else self.fields.get("model")
+        return name if isinstance(name, str) and name else None
 
     async def send_to(self, upstream: Requester) -> Answer:
         """Send the request to a server and return its answer once the head has arrived.

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from quire.errors import ConfigError
 from quire.fleet.proxy.replica import Replica
+from quire.fleet.proxy.shared_state import SharedState
 from quire.fleet.proxy.tokenizers import Tokenizers
 from quire.fleet.routing.breaker import BreakerState
 from quire.fleet.routing.ejection import Ejector
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Time for which the first probes are waited for before requests are taken.
 FIRST_PROBES_S: Final = 2.0
+# Suffix of Ollama's names, which may be missing.
+LATEST: Final = ":latest"
 
 
 class Fleet:
@@ -36,6 +39,7 @@ class Fleet:
         replicas: servers by address.
         policy: policies where servers fail.
         tokenizers: tokenizers of the servers.
+        shared: state that all servers share.
 
     Raises:
         ConfigError: there is no server, or a server is given twice, or an address is invalid.
@@ -56,7 +60,11 @@ class Fleet:
         headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
         self.policy = policy or FailurePolicy()
         self._ejector = Ejector(self.policy)
-        self.replicas = {name: Replica(name, self.router, self._ejector.add(name), headers) for name in names}
+        self.shared = SharedState()
+        self.replicas = {
+            name: Replica(name, self.router, self._ejector.add(name), self.shared, headers) for name in names
+        }
+        self._was_mixed = False
         self._probe_interval_s = probe_interval_s
         self.tokenizers = Tokenizers()
         self._watching: list[asyncio.Task[None]] = []
@@ -115,9 +123,34 @@ class Fleet:
         if self._ejector.fail(replica.name, others, asyncio.get_running_loop().time(), is_trial=is_trial):
             logger.warning("%s is ejected: %s", replica.name, why)
 
-    async def ask_for_tokens(self, body: bytes) -> bytes | None:
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the servers that are up have different models."""
+        lists = {replica.models for replica in self.replicas.values() if replica.is_up and replica.models is not None}
+        if len(lists) > 1 and not self._was_mixed:
+            self._was_mixed = True
+            shown = "; ".join(sorted(", ".join(sorted(models)[:8]) for models in lists))
+            logger.warning("the servers have different models, so requests go by the model that they name: %s", shown)
+        return len(lists) > 1
+
+    def without_model(self, model: str | None) -> list[str]:
+        """Return the servers that lack a model which others have, down or not; their lists are as of the last probe.
+
+        If none has it, each of them can say so.
+        """
+        if model is None:
+            return []
+        names = {model, model.removesuffix(LATEST), model + LATEST}
+        lacking = [
+            name
+            for name, replica in self.replicas.items()
+            if replica.models is not None and names.isdisjoint(replica.models)
+        ]
+        return lacking if len(lacking) < len(self.replicas) else []
+
+    async def ask_for_tokens(self, body: bytes, model: str | None) -> bytes | None:
         """Return a server's answer to `POST /prompt_tokens`; None if no server answers in time."""
-        return await self.tokenizers.ask(self.available(), body)
+        return await self.tokenizers.ask(self.available(self.without_model(model)), body)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the state of the servers, for operators."""

@@ -13,26 +13,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from quire.fleet.proxy.exchange import Answer, Exchange, TimeLimits
+from quire.fleet.proxy.broadcasts import Broadcasts
+from quire.fleet.proxy.exchange import Exchange, TimeLimits
 from quire.fleet.proxy.fleet import Fleet
 from quire.fleet.proxy.metrics import ProxyMetrics
 from quire.fleet.proxy.prompts import RoutedPrompts
 from quire.fleet.proxy.replica import Replica
+from quire.fleet.proxy.shared_state import NAME_OF
 from quire.fleet.proxy.streams import PATHS
 from quire.fleet.proxy.suspects import MAX_LOSSES, Suspects, Turn
 from quire.fleet.proxy.upstream import UpstreamLost
 from quire.fleet.routing.retry_budget import RetryBudget
 from quire.fleet.routing.router import Route
-from quire.server.requests.errors import unavailable
-
-# Routes that change the state of every server.
-BROADCAST: Final = frozenset(
-    {
-        *("/reset_prefix_cache", "/pin_prefix", "/unpin_prefix"),
-        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    }
-)
-
 
 # Servers that may fail on a request before it is given up.
 MAX_FAILED: Final = 2
@@ -53,6 +45,7 @@ class Forwarder:
         self._fleet = fleet
         self._prompts = prompts
         self._metrics = metrics
+        self._broadcasts = Broadcasts(fleet, prompts.tenant_header)
         self._limits = TimeLimits(fleet.policy.first_byte_timeout_s, fleet.policy.idle_timeout_s)
         self.suspects = Suspects()
         self.budget = RetryBudget(fleet.policy.retry_share, fleet.policy.retry_min_per_s)
@@ -75,10 +68,12 @@ class Forwarder:
         self.budget.add_request(asyncio.get_running_loop().time())
         self.num_in_flight += 1
         try:
-            if exchange.path in BROADCAST and exchange.method == "POST":
-                await self._broadcast(exchange)
+            if exchange.path in NAME_OF and exchange.method == "POST":
+                await self._broadcasts.change(exchange)
             elif exchange.path in PATHS and exchange.method == "POST":
                 await self._route(exchange)
+            elif exchange.path == "/v1/models" and exchange.method == "GET" and self._fleet.is_mixed:
+                await self._broadcasts.list_models(exchange)
             else:
                 await self._try_servers(exchange, lambda tried: self._next_of(exchange, tried))
         finally:
@@ -92,7 +87,8 @@ class Forwarder:
 
         def choose(tried: Sequence[str]) -> tuple[Replica, Route] | None:
             self._fleet.refresh()
-            route = self._fleet.router.route(request, loop.time(), tried)
+            excluded = [*tried, *self._fleet.without_model(exchange.model)]
+            route = self._fleet.router.route(request, loop.time(), excluded)
             if route is None:
                 return None
             if not tried:
@@ -108,7 +104,8 @@ class Forwarder:
 
         GET requests go to the first server, because the parts of a page belong together.
         """
-        replicas = self._fleet.available(tried)
+        without = self._fleet.without_model(exchange.model) if self._fleet.is_mixed else []
+        replicas = self._fleet.available([*tried, *without])
         if exchange.method == "GET":
             replicas = [replica for replica in self._fleet.replicas.values() if replica in replicas]
         return (replicas[0], None) if replicas else None
@@ -157,31 +154,6 @@ class Forwarder:
             if turn is not None:
                 turn.end()
         await exchange.give_up(bool(tried))
-
-    async def _broadcast(self, exchange: Exchange) -> None:
-        """Send a request to every server that is up; answer with the first error, or else the first answer."""
-        replicas = [replica for replica in self._fleet.replicas.values() if replica.is_up]
-        chosen: Answer | None = None
-        name = ""  # of the server whose answer is chosen
-        try:
-            for replica in replicas:
-                try:
-                    response = await exchange.send_to(replica.upstream)
-                except UpstreamLost as error:
-                    self._fleet.fail(replica, str(error))
-                    why = f"{replica.name} was lost, those before it have done it: {error}"
-                    raise unavailable(why, "replica_lost") from error
-                if chosen is None or (chosen.status < 400 <= response.status):
-                    chosen, response, name = response, chosen, replica.name
-                if response is not None:
-                    response.close()
-            if chosen is None:
-                await exchange.give_up(False)
-            else:
-                await exchange.relay(chosen, name)
-        finally:
-            if chosen is not None:
-                chosen.close()
 
 
 class Attempt:
@@ -256,8 +228,5 @@ class Attempt:
     def _lose(self, error: UpstreamLost) -> None:
         """Take the loss of the server, at any time of the attempt."""
         is_trial, self._is_counted = self._is_trial and not self._is_counted, True
-        if error.is_refused:
-            self.replica.refuse(str(error))
-        else:
-            self.replica.probe_soon()
+        self.replica.lose(error)
         self._fleet.fail(self.replica, str(error), is_trial=is_trial)

@@ -9,7 +9,6 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 from quire.fleet.proxy.exchange import Exchange
-from quire.fleet.proxy.streams import fields_of
 from quire.fleet.routing.router import RouteRequest
 from quire.fleet.routing.shadow_tree import Scope
 from quire.memory.kv_events import encode
@@ -18,7 +17,8 @@ SESSION_HEADER: Final = "x-session-id"
 # Number of stored tokens, in all prompts together; 4 bytes each.
 MAX_KEPT_TOKENS = 4 << 20
 
-Ask = Callable[[bytes], Awaitable[bytes | None]]
+# Asks for the tokens of a request, and the model that it names.
+Ask = Callable[[bytes, str | None], Awaitable[bytes | None]]
 
 
 class Prompt(NamedTuple):
@@ -38,14 +38,14 @@ class RoutedPrompts:
 
     def __init__(self, ask: Ask, tenant_header: str | None = None) -> None:
         self._ask = ask
-        self._tenant_header = tenant_header
+        self.tenant_header = tenant_header
         self._kept: OrderedDict[bytes, Prompt] = OrderedDict()
         self._num_kept = 0
 
     async def request_of(self, exchange: Exchange) -> RouteRequest:
         """Return the router's part of a client's request: its prompt, and the name of its conversation."""
-        fields = fields_of(exchange.body)
-        tenant = None if self._tenant_header is None else exchange.headers.get(self._tenant_header)
+        fields = exchange.fields
+        tenant = None if self.tenant_header is None else exchange.headers.get(self.tenant_header)
         prompt = await self.read(exchange.path, exchange.body, fields, tenant)
         session = exchange.headers.get(SESSION_HEADER) or fields.get("prompt_cache_key")
         return RouteRequest(prompt.token_ids, prompt.scope, session if isinstance(session, str) else None)
@@ -63,7 +63,8 @@ class RoutedPrompts:
         elif is_tokens and value and body.get("cache_salt") is None and body.get("model") is None:
             prompt = Prompt(value, Scope())
         else:
-            prompt = _read(await self._ask(b'{"path":%b,"body":%b}' % (json.dumps(path).encode(), raw)))
+            model = body.get("model") if isinstance(body.get("model"), str) else None
+            prompt = _read(await self._ask(b'{"path":%b,"body":%b}' % (json.dumps(path).encode(), raw), model))
             self._keep(key, prompt)
         return prompt._replace(scope=prompt.scope._replace(tenant=tenant))
 

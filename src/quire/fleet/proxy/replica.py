@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from quire.errors import ConfigError
 from quire.fleet.kv_events.subscriber import KVEventSubscriber
+from quire.fleet.proxy.shared_state import SharedState
 from quire.fleet.proxy.upstream import MAX_FETCHED, Upstream, UpstreamLost
 from quire.fleet.routing.breaker import Breaker
 from quire.fleet.routing.router import Router
@@ -17,6 +19,9 @@ from quire.platform.bounded.json_text import BadJSON, parse
 logger = logging.getLogger(__name__)
 
 PROBE_S = 5.0
+# Time for a server that comes up to make a change that it has missed, and bytes of a list of models.
+CHANGE_S = 120.0
+MAX_LIST_BYTES = 4 << 20
 # Least time between two probes.
 MIN_PROBE_S = 0.05
 # Failed probes after which a server is down, and its requests are lost.
@@ -30,16 +35,26 @@ class Replica:
         name: address of the server.
         router: router of the requests.
         breaker: breaker that an ejection opens.
+        shared: state that the server is told when it comes up.
         headers: headers of the proxy's own requests.
+
+    Attributes:
+        models: names of its models and adapters; None if it does not list them.
     """
 
-    def __init__(self, name: str, router: Router, breaker: Breaker, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(
+        self, name: str, router: Router, breaker: Breaker, shared: SharedState, headers: list[tuple[bytes, bytes]]
+    ) -> None:
         self.name = name
         self.upstream = Upstream(name)
         self.is_up = self.is_draining = False
         self.num_in_flight = 0
         self.why_down = "it was not asked yet"
         self.breaker = breaker
+        self.models: frozenset[str] | None = None
+        self._shared = shared
+        # Numbers of the last change that it was told: since it has come up, and at all.
+        self._told_seq = self._ever_told_seq = 0
         self._router = router
         self._headers = headers
         self._num_missed = 0
@@ -90,11 +105,11 @@ class Replica:
             self._set_down(_shown(body), is_lost=b'"stopping"' not in body)
             return
         self._num_missed = 0
-        if not self.is_up:
-            logger.info("%s is up", self.name)
-            self.is_up, self.why_down = True, ""
-        await self._follow()
+        await self.read_models()
+        if not self.is_up and not await self._come_up():
+            return
         self.update()
+        await self._follow()
 
     async def fetch(
         self,
@@ -102,20 +117,46 @@ class Replica:
         path: str,
         body: bytes = b"",
         *,
+        headers: Sequence[tuple[bytes, bytes]] = (),
         timeout_s: float = PROBE_S,
         max_bytes: int = MAX_FETCHED,
     ) -> tuple[int, bytes]:
         """Send a request of the proxy itself, and return status and body of the answer."""
-        headers = [*self._headers, (b"content-type", b"application/json")] if body else self._headers
+        own = [*self._headers, (b"content-type", b"application/json")] if body and not headers else self._headers
+        headers = [*own, *headers]
         return await self.upstream.fetch(method, path, headers, body, timeout_s=timeout_s, max_bytes=max_bytes)
 
     def probe_soon(self) -> None:
         """Have the next probe made at once, because a request has shown that the server's state may have changed."""
         self._is_wanted.set()
 
-    def refuse(self, why: str) -> None:
-        """Record that nothing listens at the server's address."""
-        self._set_down(why, is_lost=True)
+    def lose(self, error: UpstreamLost) -> None:
+        """Take the loss of a connection: if nothing listens at the server's address, it is down."""
+        if error.is_refused:
+            self._set_down(str(error), is_lost=True)
+        else:
+            self.probe_soon()
+
+    def told(self, seq: int) -> None:
+        """Record that the server was told the changes of shared state up to a number."""
+        self._told_seq = self._ever_told_seq = seq
+
+    def miss_change(self) -> None:
+        """Send no more requests until a probe has told the server the change that it has missed."""
+        self._set_down("it has missed a change of the state of all servers", is_lost=False)
+        self.probe_soon()
+
+    async def read_models(self) -> None:
+        """Request the list of the server's models; if it cannot be read, the last one stays."""
+        try:
+            status, body = await self.fetch("GET", "/v1/models", max_bytes=MAX_LIST_BYTES)
+            fields = parse(body) if status == 200 else {}
+        except (UpstreamLost, BadJSON):
+            return
+        data = fields.get("data") if isinstance(fields, dict) else None
+        if isinstance(data, list):
+            names = (card.get("id") for card in data if isinstance(card, dict))
+            self.models = frozenset(name for name in names if isinstance(name, str))
 
     def update(self) -> None:
         """Tell the router whether the server takes requests."""
@@ -134,6 +175,7 @@ class Replica:
             "num_failures": self.breaker.num_failures,
             "num_in_flight": self.num_in_flight,
             "why_down": self.why_down,
+            "models": None if self.models is None else sorted(self.models),
             "num_requests": load.num_requests,
             "queue_s": round(self._router.queue_s(self.name), 6),
             "computed_tokens": load.computed_tokens,
@@ -160,6 +202,31 @@ class Replica:
             self.upstream.abort()
             self._router.restart_replica(self.name)
         self.update()
+
+    async def _come_up(self) -> bool:
+        """Tell the server the changes of shared state that it has missed; return False if it is lost meanwhile."""
+        shared, self._told_seq = self._shared, 0
+        while True:
+            for change in shared.missed(self._told_seq, self._ever_told_seq):
+                try:
+                    status, body = await self.fetch(
+                        "POST", change.path, change.body, headers=change.headers, timeout_s=CHANGE_S
+                    )
+                except UpstreamLost as error:
+                    self._miss(str(error))
+                    return False
+                if status >= 400:
+                    # An adapter that it has, a pin that it lacks: a server that was not restarted has its state.
+                    logger.info("%s has refused %s again: %s", self.name, change.path, _shown(body))
+            seq = shared.seq
+            async with shared.lock:  # no change is on its way
+                self.told(seq)
+                if seq == shared.seq:
+                    break
+        await self.read_models()
+        logger.info("%s is up", self.name)
+        self.is_up, self.why_down = True, ""
+        return True
 
     async def _follow(self) -> None:
         """Follow the server's KV events at the endpoints that it states; detect lost batches and restarts."""

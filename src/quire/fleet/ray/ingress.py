@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -23,13 +23,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.fleet.proxy.exchange import BodyBudget, Exchange
-from quire.fleet.proxy.forwarding import BROADCAST
+from quire.fleet.proxy.exchange import BodyBudget, Exchange, ReadAnswer
 from quire.fleet.proxy.metrics import ProxyMetrics
 from quire.fleet.proxy.prompts import RoutedPrompts
+from quire.fleet.proxy.shared_state import NAME_OF
 from quire.fleet.proxy.streams import PATHS
 from quire.fleet.proxy.upstream import UpstreamLost
-from quire.fleet.ray.call import AnswerHead, RawHeaders, RoutedCall, Ticket, WholeAnswer
+from quire.fleet.ray.call import RawHeaders, RoutedCall, Ticket, WholeAnswer
 from quire.fleet.ray.fleet import FLEETS, ReplicaFleet
 from quire.fleet.ray.handle_calls import HandleCall, lost_by
 from quire.fleet.ray.metrics import INGRESS, merge_metrics
@@ -96,7 +96,7 @@ class Ingress:
             await (await self._own(scope))(scope, receive, send)
             return
         async with self._bodies.open(scope, receive, send) as exchange:
-            if path in BROADCAST and scope["method"] == "POST":
+            if path in NAME_OF and scope["method"] == "POST":
                 await self._broadcast(exchange)
             elif path in PATHS and scope["method"] == "POST":
                 await self._send(exchange, await self._prompts.request_of(exchange))
@@ -203,7 +203,7 @@ class Ingress:
             if kind == "lifespan.shutdown":
                 return
 
-    async def _ask_for_tokens(self, body: bytes) -> bytes | None:
+    async def _ask_for_tokens(self, body: bytes, _model: str | None) -> bytes | None:
         """Return a replica's answer to `POST /prompt_tokens`; None if there is no answer in time."""
         ticket = Ticket()
         headers = (*self._headers, (b"content-type", b"application/json"))
@@ -237,7 +237,7 @@ class _Broadcast:
         self._ask_all = ask_all
         self.replica = ""
 
-    async def request(self, method: str, target: bytes, headers: Any, body: bytes) -> _Received:
+    async def request(self, method: str, target: bytes, headers: Any, body: bytes) -> ReadAnswer:
         """Return the first answer with an error status, or else the first answer."""
         replies = await self._ask_all("answer_whole", RoutedCall(method, target, tuple(headers), body))
         lost = [reply for reply in replies if isinstance(reply, BaseException)]
@@ -246,27 +246,7 @@ class _Broadcast:
         answers: list[WholeAnswer] = replies
         chosen = next((answer for answer in answers if answer.head.status >= 400), answers[0])
         self.replica = chosen.head.replica
-        return _Received(chosen)
-
-
-class _Received:
-    """An answer that has arrived."""
-
-    def __init__(self, answer: WholeAnswer) -> None:
-        head: AnswerHead = answer.head
-        self.status, self.headers = head.status, list(head.headers)
-        self._body = answer.body
-
-    def header(self, name: bytes) -> bytes:
-        """Return the value of a header; empty if it is missing."""
-        return next((value for key, value in self.headers if key == name), b"")
-
-    async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the body."""
-        yield self._body
-
-    def close(self) -> None:
-        """Do nothing."""
+        return ReadAnswer(chosen.head.status, list(chosen.head.headers), chosen.body)
 
 
 def _without_request_id(app: ASGIApp) -> ASGIApp:
