@@ -105,7 +105,7 @@ def test_ranks_load_and_unload_adapters_as_one_process_does(world: World, tmp_pa
         llm.engine.adapters.unload("one")
         in_place = LoRARequest("two", lora_path=world.paths["three"], load_inplace=True)
         found += [run(llm, in_place), run(llm, world.request("same")), run(llm, None)]
-        for path in (str(tmp_path), "/nowhere"):
+        for path in (str(tmp_path), "/nowhere", "~no_such_user/a", "x" * 300):
             with pytest.raises(InvalidAdapter):
                 run(llm, LoRARequest("bad", lora_path=path))
         found += [run(llm, LoRARequest(name)) for name in ("same", "two")]

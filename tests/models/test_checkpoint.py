@@ -14,7 +14,9 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import save_file
 
 from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.checkpoints import checkpoint
 from quire.models.checkpoints.checkpoint import BUNDLED, HUB_FILES, HUB_IGNORED, Checkpoint, locate, read_config
+from quire.models.checkpoints.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS
 from quire.models.loading.loading import load_decoder
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
@@ -296,3 +298,28 @@ def test_bundled_names_the_model_in_the_package(tmp_path: Path, monkeypatch: pyt
     assert locate(BUNDLED) == package / "bundled"
     with pytest.raises(CheckpointError, match="revision"):
         locate(BUNDLED, "main")
+
+
+def test_a_file_of_too_many_tensors_is_refused_before_the_library_parses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(*_: object, **__: object) -> None:
+        raise AssertionError("the library parses the header")
+
+    monkeypatch.setattr(checkpoint, "safe_open", parse)
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    text = json.dumps({str(idx): empty for idx in range(MAX_TENSORS + 1)}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match="at most 131,072 tensors, got 131,073"):
+        checkpoint.read_header(path)
+    path.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+    with pytest.raises(CheckpointError, match="its header must have at most 100,000,000 bytes, got 100,000,001"):
+        checkpoint.read_header(path)
+
+
+def test_a_tensor_that_the_header_describes_by_a_list_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header({"a": ["F32", [1], [0, 4]]}, bytes(4)))
+    with pytest.raises(CheckpointError, match="the header must have an object for tensor 'a'"):
+        checkpoint.read_header(path)

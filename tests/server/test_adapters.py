@@ -164,6 +164,8 @@ def test_loading_is_for_operators_of_servers_that_allow_it(serve: Callable[[bool
         assert text_of(await ask(client, model="new")) == one
         for changes, param in (
             ({"lora_path": "/nowhere"}, "lora_path"),
+            ({"lora_path": "x" * 300}, "lora_path"),
+            ({"lora_path": "~no_such_user/a"}, "lora_path"),
             ({"lora_path": 5}, "lora_path"),
             ({"lora_path": None}, "lora_path"),
             ({"lora_path": "a\0b"}, "lora_path"),

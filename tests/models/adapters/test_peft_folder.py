@@ -160,7 +160,16 @@ def grow(folder: Path) -> None:
         (changed(dict.clear), "has no adapter for any module"),
         (changed(lambda each: each.pop(f"{FIRST}.lora_B.weight")), "has only lora_A"),
         (changed(lambda each: each.update({f"{FIRST}.lora_A.weight": torch.zeros(4, 7)})), "must be of shape"),
-        (changed(lambda each: each.update({f"{FIRST}.lora_B.weight": torch.zeros(8, 4, 1)})), "must be of shape"),
+        (changed(lambda each: each.update({f"{FIRST}.lora_B.weight": torch.zeros(8, 4, 1)})), "must be a matrix"),
+        (changed(lambda each: each.update({f"{FIRST}.lora_A.weight": torch.zeros(4)})), "must be a matrix"),
+        (
+            changed(lambda each: each.update({name: torch.tensor(1.0) for name in each})),
+            r"a matrix, got the shape \[\]",
+        ),
+        (
+            changed(lambda each: each.update({f"a{idx}": torch.zeros(0) for idx in range(2000)})),
+            "must have at most 1,086 tensors, got 2,008",
+        ),
         (changed(lambda each: each[f"{FIRST}.lora_A.weight"].view(-1)[3:4].fill_(torch.nan)), "no finite numbers"),
         (changed(lambda each: each[f"{FIRST}.lora_B.weight"].fill_(torch.inf)), "no finite numbers"),
         (changed(lambda each: each.update({f"{FIRST}.lora_A.weight": torch.zeros(4, 6).char()})), "torch.int8"),
@@ -186,6 +195,24 @@ def test_files_that_are_refused(tmp_path: Path, damage: Callable[[Path], object]
     damage(folder)
     with pytest.raises(CheckpointError, match=message):
         read(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x" * 300, "cannot be read: File name too long"),
+        ("loop", "cannot be read: Too many levels of symbolic links"),
+        ("a\0b", "cannot be read: embedded null byte"),
+        ("\ud800", r"the adapter .*\\ud800' cannot be read"),
+        ("file", "is no folder; one with adapter_config"),
+        ("none", "is no folder; one with adapter_config"),
+    ],
+)
+def test_paths_that_are_no_folder_are_refused(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path / name)
 
 
 def test_ranks_end_at_the_limit(tmp_path: Path) -> None:
@@ -332,7 +359,7 @@ def test_adapters_of_single_experts_that_are_refused(
         ({}, lambda each: each.view(-1)[5:6].fill_(torch.nan), "base_layer' holds values that are no finite numbers"),
         ({}, lambda each: each.resize_(4, 6), r"must be of shape \[6, 6\], got \[4, 6\]"),
         ({}, lambda each: each.resize_(9, 4), r"must have the widths 6 and 10 \(gate_up_proj\) or 5 and 6"),
-        ({}, lambda each: each.resize_(3, 2, 6), "must have the widths"),
+        ({}, lambda each: each.resize_(3, 2, 6), "must be a matrix"),
     ],
 )
 def test_adapters_of_all_experts_that_are_refused(

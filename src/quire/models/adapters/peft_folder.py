@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -28,13 +29,16 @@ from quire.models.adapters.expert_layers import (
 from quire.models.adapters.names import module_key
 from quire.models.adapters.peft_config import CONFIG_FILE, PeftConfig
 from quire.models.checkpoints.checkpoint import read_object
-from quire.platform.bounded.files import read_file
+from quire.models.checkpoints.safetensors_header import check_num_tensors, header_of
+from quire.platform.bounded.files import read_file, reason_of
 
 TENSORS_FILE: Final = "adapter_model.safetensors"
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 # Limits of a file's bytes besides its matrices: for the header, and for each linear layer of single experts.
 MAX_HEADER_BYTES: Final = 8 << 20
 HEADER_BYTES_OF_EXPERT: Final = 1 << 10
+# Tensors of a file beyond those for every module, so that the first one that fits none is named.
+SPARE_TENSORS: Final = 1 << 10
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 
 
@@ -91,8 +95,7 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLa
         CheckpointError: a file is missing or damaged, the adapter asks for something that is not implemented, or it
             does not fit the model; the message names the file, and the field or the tensor.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"the adapter {folder} is no folder; one with {CONFIG_FILE} and {TENSORS_FILE} is needed")
+    _check_folder(folder)
     config = PeftConfig(read_object(folder / CONFIG_FILE), folder / CONFIG_FILE)
     path = folder / TENSORS_FILE
     pairs = _pairs(path, _tensors(path, shapes, experts, max_rank), shapes, experts)
@@ -134,12 +137,27 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLa
     return PeftAdapter(digest.hexdigest(), matrices, of_experts)
 
 
+def _check_folder(folder: Path) -> None:
+    """Check that the folder of an adapter exists, and may be entered."""
+    where = shown(str(folder))
+    try:
+        os.stat(os.path.join(folder, "."))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"the adapter {where} is no folder; one with {CONFIG_FILE} and {TENSORS_FILE} is needed"
+        ) from None
+    except (OSError, ValueError) as error:  # a name that is too long; a null character
+        raise CheckpointError(f"the adapter {where} cannot be read: {reason_of(error)}") from error
+
+
 def _tensors(path: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayers, max_rank: int) -> dict[str, Tensor]:
     """Return the tensors of a file, which may not be larger than the largest adapter for the model."""
     values = sum(shape.in_width + shape.out_width for shape in shapes.values()) + experts.num_values_per_rank
     most = 4 * max_rank * values + MAX_HEADER_BYTES + HEADER_BYTES_OF_EXPERT * experts.num_linears
     try:
-        return load(read_file(path, most))
+        content = read_file(path, most)
+        check_num_tensors(header_of(content), 2 * (len(shapes) + experts.num_linears) + SPARE_TENSORS)
+        return load(content)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; adapters are read from safetensors files only") from None
     except OSError as error:
@@ -170,6 +188,8 @@ def _pairs(
             )
         if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{path} holds tensor {shown(name)} as {tensor.dtype}; use float32 or 16 bits")
+        if tensor.dim() != 2:
+            raise CheckpointError(f"{path}: tensor {shown(name)} must be a matrix, got the shape {list(tensor.shape)}")
         pairs.setdefault(match["module"], {})[match["which"]] = tensor
     if not pairs:
         raise CheckpointError(f"{path} has no adapter for any module")

@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import CheckpointError, shown
+from quire.models.checkpoints.safetensors_header import check_num_tensors, read_header_text
 from quire.models.families.base_models import with_head
 from quire.models.families.expert_layout import (
     BLOCK_EXPERTS,
@@ -26,7 +27,7 @@ from quire.models.families.expert_layout import (
     has_linear_experts,
 )
 from quire.models.tensors.stored_tensor import StoredTensor
-from quire.platform.bounded.files import read_json, reason_of, user_path
+from quire.platform.bounded.files import open_file, read_json, reason_of, user_path
 
 BUNDLED = "bundled"
 SINGLE_FILE = "model.safetensors"
@@ -160,7 +161,7 @@ def check_weights(folder: Path) -> None:
     Raises:
         CheckpointError: it has none.
     """
-    if not (folder / SINGLE_FILE).is_file() and not (folder / INDEX_FILE).is_file():
+    if not os.path.isfile(folder / SINGLE_FILE) and not os.path.isfile(folder / INDEX_FILE):
         raise CheckpointError(_missing_weights(folder))
 
 
@@ -281,7 +282,7 @@ def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
     check_weights(folder)
-    if (folder / SINGLE_FILE).is_file():
+    if os.path.isfile(folder / SINGLE_FILE):
         return read_header(folder / SINGLE_FILE)
     index = folder / INDEX_FILE
     weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
@@ -321,11 +322,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     tensors = {}
     try:
-        with safe_open(path, framework="pt") as file, path.open("rb") as raw:
-            # A file is the header's length, the header, and the bytes from which its offsets count.
-            start = 8 + int.from_bytes(raw.read(8), "little")
-            places = json.loads(raw.read(start - 8))
+        with open_file(path) as raw:
+            header = read_header_text(raw)
+            start = raw.tell()  # the offsets of tensors count from here
+        check_num_tensors(header)
+        with safe_open(path, framework="pt") as file:
+            places = json.loads(header)
             for name in file.keys():  # noqa: SIM118 - the handle is not a mapping
+                if not isinstance(places[name], dict):  # the library takes a list of the same values, too
+                    raise ValueError(f"the header must have an object for tensor {shown(name)}")
                 part, (offset, end) = file.get_slice(name), places[name]["data_offsets"]
                 shape = tuple(part.get_shape())
                 tensors[name] = StoredTensor(path, part.get_dtype(), shape, start + offset, end - offset)
