@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ async def page_bytes(client: httpx.AsyncClient) -> int:
         text = (await client.get(f"/{path}")).raise_for_status().text
         num_bytes += len(text)
         names = re.findall(r"""(?:from|import|src=|href=)\s*"([^"#:]+\.(?:js|css))\"""", text)
-        left += [name.removeprefix("./") if "/" in name.removeprefix("./") else f"page/{name}" for name in names]
+        left += [posixpath.normpath(posixpath.join(posixpath.dirname(path), name)) for name in names]
     return num_bytes if len(seen) > 10 else 0
 
 

@@ -41,7 +41,7 @@ Handler = Callable[[ServerState, Request], Awaitable[ASGIApp]]
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/", page),
-    ("GET", "/page/{name}", page),
+    ("GET", "/page/{name:path}", page),
     ("GET", "/health", monitoring.health),
     ("GET", "/ping", monitoring.health),
     ("POST", "/ping", monitoring.health),

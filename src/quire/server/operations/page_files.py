@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import hashlib
+from collections.abc import Iterator
+from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,12 +16,13 @@ from starlette.responses import Response
 from quire.server.requests.errors import ApiError
 from quire.server.state.state import ServerState
 
-MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "txt": "text/plain"}
 HEADERS = {
     # Everything comes from this server: no inline scripts or styles, no frames, no other hosts.
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
+    "Vary": "Accept-Encoding",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
@@ -24,8 +31,29 @@ HEADERS = {
 async def page(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /` and `GET /page/NAME`."""
     name = request.path_params.get("name", "index.html")
-    folder = files("quire.server").joinpath("page")
-    if name not in {file.name for file in folder.iterdir()}:
+    file = page_files().get(name)
+    if file is None:
         raise ApiError(404, f"the page has no such file: {name[:100]}", code="not_found")
-    kind = MEDIA_TYPES[name.rpartition(".")[2]]
-    return Response(folder.joinpath(name).read_bytes(), media_type=kind, headers=HEADERS)
+    body, headers = file.read_bytes(), dict(HEADERS)
+    # A browser that has the file asks whether it is still the same: most loads transfer nothing.
+    headers["ETag"] = tag = f'W/"{hashlib.sha256(body).hexdigest()[:16]}"'
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        body = await asyncio.to_thread(gzip.compress, body, 6)
+        headers["Content-Encoding"] = "gzip"
+    return Response(body, media_type=MEDIA_TYPES[name.rpartition(".")[2]], headers=headers)
+
+
+@cache
+def page_files() -> dict[str, Traversable]:
+    """Return the files of the page by their paths in its folder: no other path is ever opened."""
+    return dict(_files_below(files("quire.server").joinpath("page"), ""))
+
+
+def _files_below(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _files_below(entry, f"{prefix}{entry.name}/")
+        else:
+            yield f"{prefix}{entry.name}", entry

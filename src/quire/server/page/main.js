@@ -1,24 +1,49 @@
-// The page: the chat, and beside it the memory.
+// The page: the list of conversations, the chat, and beside it the memory.
 
-import { count, getJson, request } from "./api.js";
-import { startChat } from "./chat.js";
-import { startMemory } from "./memory.js";
+import { getJson, request } from "./base/api.js";
+import { $ } from "./base/elements.js";
+import { count } from "./base/words.js";
+import { startChat } from "./chat/chat.js";
+import { startMemory } from "./memory/memory.js";
 
-const $ = (id) => document.getElementById(id);
+const TABS = ["chat", "memory"];
 
-for (const tab of ["chat", "memory"]) {
-  $(`show-${tab}`).addEventListener("click", () => {
-    document.body.dataset.tab = tab;
-    for (const other of ["chat", "memory"]) $(`show-${other}`).setAttribute("aria-pressed", String(other === tab));
-    dispatchEvent(new Event("resize"));
+function show(tab) {
+  document.body.dataset.tab = tab;
+  for (const other of TABS) $(`show-${other}`).setAttribute("aria-pressed", String(other === tab));
+  dispatchEvent(new Event("resize"));
+}
+
+// The list of conversations is a drawer where the window has no room for it beside the chat.
+function showLibrary(isShown) {
+  document.body.classList.toggle("with-library", isShown);
+  $("show-library").setAttribute("aria-expanded", String(isShown));
+}
+
+function startViews() {
+  for (const tab of TABS) $(`show-${tab}`).addEventListener("click", () => show(tab));
+  $("show-library").addEventListener("click", () => {
+    showLibrary(!document.body.classList.contains("with-library"));
+    if (document.body.classList.contains("with-library")) $("new").focus();
+  });
+  addEventListener("pointerdown", ({ target }) => {
+    if (!target.closest("#library, #show-library")) showLibrary(false);
+  });
+  addEventListener("keydown", (event) => {
+    if (!(event.ctrlKey || event.metaKey) || event.altKey || event.key.toLowerCase() !== "k") return;
+    event.preventDefault();
+    show("chat");
+    showLibrary(true);
+    $("search").focus();
+    $("search").select();
   });
 }
 
 async function checkHealth() {
   try {
-    const state = (await (await fetch(new URL("health", location.origin + location.pathname))).json()).status;
-    $("dot").className = `dot ${state === "ok" ? "ok" : "bad"}`;
-    $("state").textContent = state === "ok" ? "healthy" : state;
+    const { status } = await (await fetch(new URL("health", location.origin + location.pathname))).json();
+    $("dot").className = `dot ${status === "ok" ? "ok" : "bad"}`;
+    $("state").textContent = status === "ok" ? "healthy" : status;
   } catch {
     $("dot").className = "dot bad";
     $("state").textContent = "not reachable";
@@ -27,21 +52,27 @@ async function checkHealth() {
 }
 
 async function start() {
-  checkHealth();
-  let status = null;
+  let status = null,
+    model = null;
   try {
     // Asks for the key where one is needed.
-    const models = await getJson("v1/models");
-    $("facts").textContent = models.data[0].id;
-    document.title = `${models.data[0].id} \u00b7 Quire`;
+    [model] = (await getJson("v1/models")).data;
+    $("facts").textContent = model.id;
+    document.title = `${model.id} \u00b7 Quire`;
     status = await (await request("status", { isQuiet: true })).json();
-    $("facts").textContent = `${status.model} on ${status.device}, context of ${count(status.max_model_len)} tokens, version ${status.version}`;
+    const { model: name, device, max_model_len: context, version } = status;
+    $("facts").textContent = `${name} on ${device}, context of ${count(context)} tokens, version ${version}`;
   } catch (error) {
     // The chat needs no operator's key; see memory.js for what the map says then.
-    if (!error.status) { setTimeout(start, 2000); return; }
+    if (!error.status) {
+      setTimeout(start, 2000);
+      return;
+    }
   }
   startMemory(status);
-  startChat(status);
+  startChat(status, model);
 }
 
+startViews();
+checkHealth();
 start();

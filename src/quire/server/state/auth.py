@@ -19,7 +19,7 @@ from quire.server.requests.errors import IS_OPERATOR, REQUEST_ID, SHOWN_ID, TASK
 from quire.server.settings import ServerConfig
 
 # The page is the same for all clients, and prompts for the key itself.
-OPEN_PATH = re.compile(r"/health|/ping|/|/page/[^/]*")
+OPEN_PATH = re.compile(r"/health|/ping|/|/page/.*")
 # A request id of the client: visible characters, so that it can stand in a header and a line of a log.
 CLIENT_ID = re.compile(r"[!-~]{1,128}")
 # A name or an address, or an IPv6 address in brackets; with an optional port.

@@ -1,0 +1,1 @@
+"""The page: its files, and the page in a real browser."""
