@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import select
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,13 +13,13 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.platform.bounded.process import MANY_BYTES
-from quire.server.requests.body import MAX_LONG_BODIES
+from quire.server.requests.body import MAX_LONG_BODIES, BodyReader
 from quire.server.requests.errors import ApiError
 from quire.server.state.intake import FREE_BYTES, GENERATING, Intake
-from quire.server.state.state import ServerState
-from tests.server.process import PATIENCE_S, ServerProcess, running
+from tests.server.process import ServerProcess, running
 from tests.server.raw import body_of, connect, post, read_answer, status_of
 from tests.server.test_errors import check_form
+from tests.server.uploads import check_unfinished_bodies
 
 MAX_BODY = 1 << 20
 STREAM = {"prompt": "Z", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -61,38 +58,7 @@ def test_a_full_queue_refuses_before_the_body_has_come(small: ServerProcess, pat
 
 
 def test_unfinished_bodies_have_a_bound_together(small: ServerProcess) -> None:
-    part = post("/tokenize", b"x" * MAX_BODY)[:-1]
-    num_places = MAX_LONG_BODIES * MAX_BODY // (MAX_BODY - 1 - FREE_BYTES)
-    with ExitStack() as stack:
-        connections = []
-        for _ in range(num_places + 3):
-            connections.append(stack.enter_context(connect(small)))
-            connections[-1].sendall(part)
-        deadline = time.monotonic() + PATIENCE_S
-        refused: list[socket.socket] = []
-        while len(refused) < 3 and time.monotonic() < deadline:
-            refused = select.select(connections, [], [], 0.01)[0]
-        assert len(refused) == 3
-        for connection in refused:
-            answer = read_answer(connection)
-            assert status_of(answer) == 503
-            assert check_form(body_of(answer), 503)["code"] == "too_many_uploads"
-        # No body waits for those that stand still: neither a short one in two pieces nor a long one.
-        for body in (b"x" * FREE_BYTES, b"x" * MAX_BODY):
-            with connect(small) as connection:
-                whole = post("/tokenize", body)
-                connection.sendall(whole[:-1])
-                time.sleep(0.05)
-                connection.sendall(whole[-1:])
-                assert status_of(read_answer(connection)) == 400
-        (*_, kept) = (connection for connection in connections if connection not in refused)
-        kept.sendall(b"x")
-        assert status_of(read_answer(kept)) == 400
-    for _ in range(num_places):
-        with connect(small) as connection:
-            connection.sendall(part)
-            connection.sendall(b"x")
-            assert status_of(read_answer(connection)) == 400
+    check_unfinished_bodies(small, MAX_BODY)
 
 
 class Uploads:
@@ -100,9 +66,8 @@ class Uploads:
 
     def __init__(self, max_body_bytes: int) -> None:
         self.num_given_back = 0
-        config, bodies = SimpleNamespace(max_body_bytes=max_body_bytes), SimpleNamespace(give_back_soon=self._give_back)
-        state = SimpleNamespace(config=config, bodies=bodies)
-        self._intake = Intake(self._read, state=cast(ServerState, state))
+        bodies = cast(BodyReader, SimpleNamespace(max_bytes=max_body_bytes, give_back_soon=self._give_back))
+        self._intake = Intake(self._read, bodies=bodies, admit=lambda _: None)
         self._pieces: dict[str, asyncio.Queue[bytes]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.codes: dict[str, str] = {}

@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 
-from quire.server.lifecycle import take_signals
+from quire.server.http.stop_signals import take_signals
 from tests.server.conftest import KEY
 from tests.server.dying import DEADLY, PANICKING
 from tests.server.process import PATIENCE_S, ServerProcess, running

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from quire.server.http.connection import Connection, Connections
-from quire.server.lifecycle import take_signals
+from quire.server.http.stop_signals import take_signals
 from tests.server.failing import FAULT, SHORT_FLUSH, WATCH_FAILS
 from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.server.raw import connect, post, read_all

@@ -89,11 +89,12 @@ def fleet_of(folder: Path, logs: Path, count: int, *flags: str) -> Iterator[Flee
 
 
 @contextmanager
-def proxy_before(servers: list[ServerProcess], urls: str, log: Path) -> Iterator[FleetProcesses]:
-    """Start a proxy before running servers."""
+def proxy_before(servers: list[ServerProcess], urls: str, log: Path, *flags: str) -> Iterator[FleetProcesses]:
+    """Start a proxy before running servers, with further flags of `quire route`."""
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "quire", "route", "--to", urls, "--port", "0", "--probe-interval", "0.1"]
+    command += flags
     with log.open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True)
     with process:
@@ -107,3 +108,12 @@ def proxy_before(servers: list[ServerProcess], urls: str, log: Path) -> Iterator
                 yield fleet
         finally:
             process.kill()
+
+
+@contextmanager
+def router_before(server: ServerProcess, log: Path, *flags: str) -> Iterator[ServerProcess]:
+    """Start a router before a running server, with flags of `quire route`, and return it as a server is seen."""
+    with proxy_before([server], server.url, log, *flags) as fleet:
+        router = ServerProcess(fleet.process, fleet.url, log, {})
+        with router.http:
+            yield router

@@ -22,6 +22,7 @@ from quire.fleet.proxy.fleet import Fleet
 from quire.fleet.proxy.upstream import UpstreamLost
 from quire.fleet.routing.failure_policy import FailurePolicy
 from quire.fleet.routing.router import RouterConfig
+from quire.server.requests.body import BodyReader
 from quire.server.requests.errors import IS_OPERATOR, api_error
 
 PATH = "/v1/completions"
@@ -219,7 +220,8 @@ class SimulatedProxy:
         self.fleet = Fleet(names, None, 1.0, RouterConfig(policy=router), policy)
         for name, server in zip(names, servers, strict=True):
             self.fleet.replicas[name].upstream = server  # type: ignore[assignment]
-        self.proxy = Proxy(self.fleet, 1 << 20)
+        self._bodies = BodyReader(1 << 20, 1 << 20)
+        self.proxy = Proxy(self.fleet, self._bodies)
 
     async def __aenter__(self) -> SimulatedProxy:
         await self.fleet.start()
@@ -227,6 +229,7 @@ class SimulatedProxy:
 
     async def __aexit__(self, *_: object) -> None:
         await self.fleet.stop()
+        self._bodies.close()
 
     async def post(self, path: str = PATH, leave_after_s: float | None = None, **fields: Any) -> Got:
         return await self._request("POST", path, json.dumps(fields).encode(), leave_after_s)
@@ -254,7 +257,9 @@ class SimulatedProxy:
         async def send(message: Message) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b"", IS_OPERATOR: True}
+        headers = [(b"content-type", b"application/json")]
+        scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "query_string": b""}
+        scope |= {"headers": headers, IS_OPERATOR: True}
         try:
             await self.proxy(scope, receive, send)
         except Exception as error:

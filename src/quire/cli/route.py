@@ -6,7 +6,7 @@ import argparse
 import os
 
 from quire.cli.options import add_fields, given_fields
-from quire.cli.server_options import add_address, add_log_level
+from quire.cli.server_options import add_address, add_connection_limits, add_log_level
 from quire.fleet.routing.failure_policy import FailurePolicy
 from quire.fleet.routing.router import POLICIES, RouterConfig
 from quire.server.http.address import bind_server
@@ -24,7 +24,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Put several servers behind one address. A request goes where it is expected to begin first: "
         "where its prompt is cached, unless the queue there is longer than that saves. Stop with Ctrl-C.",
     )
-    defaults = ServerConfig()
     parser.add_argument(
         "--to",
         required=True,
@@ -62,13 +61,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="S",
         help=f"seconds between two probes of a server (default {DEFAULT_PROBE_S:g})",
     )
-    parser.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=defaults.drain_timeout_s,
-        metavar="S",
-        help=f"seconds for running requests when the proxy stops (default {defaults.drain_timeout_s:g})",
-    )
+    add_connection_limits(parser)
     add_log_level(parser)
     add_fields(parser.add_argument_group("options for servers that fail"), FailurePolicy)
     parser.set_defaults(handler=run)
@@ -96,6 +89,11 @@ def run(args: argparse.Namespace) -> int:
         api_key=args.api_key,
         operator_key=args.operator_key,
         tenant_header=args.tenant_header,
+        max_body_bytes=args.max_body_bytes,
+        max_connections=args.max_connections,
+        receive_timeout_s=args.receive_timeout,
+        send_timeout_s=args.send_timeout,
+        keep_alive_timeout_s=args.keep_alive_timeout,
         drain_timeout_s=args.drain_timeout,
     )
     if not 0.05 <= args.probe_interval <= 3600:

@@ -1,4 +1,4 @@
-"""Options of a server: address options, which the proxy has too, and all other options of `quire serve`."""
+"""Options of a server: its address and the limits on connections, which the proxy has too, and all other options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         help="number of servers on this machine behind one address, with cache-aware routing (default 1)",
     )
     _add_access(group)
-    _add_times(group, defaults)
+    add_connection_limits(group)
     _add_formats(group, defaults)
     group.add_argument(
         "--allow-runtime-lora-updating",
@@ -171,28 +171,44 @@ def _origins(text: str) -> list[str]:
     return origins
 
 
-def _add_times(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
-    """Add the options in seconds."""
-    for flag, default, help_text in (
+def add_connection_limits(group: argparse._ActionsContainer) -> None:
+    """Add the limits on connections and bodies, and the time limit of a stop."""
+    defaults = ServerConfig()
+    _add_times(
+        group,
         ("--receive-timeout", defaults.receive_timeout_s, "seconds to receive a request; more for a long one"),
         ("--send-timeout", defaults.send_timeout_s, "seconds for a client to read a part of its response"),
         ("--keep-alive-timeout", defaults.keep_alive_timeout_s, "seconds to keep a connection without a request open"),
         ("--drain-timeout", defaults.drain_timeout_s, "seconds for running requests when the server stops"),
-        ("--ping-interval", defaults.ping_interval_s, "seconds without data before a stream sends a comment"),
-        ("--log-interval", defaults.log_interval_s, "seconds between log lines with the throughput; 0 for none"),
-    ):
-        group.add_argument(flag, type=float, default=default, metavar="S", help=f"{help_text} (default {default:g})")
-
-
-def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
-    """Add the limits on requests and connections."""
-    size = options.parse_size
+    )
     group.add_argument(
         "--max-body-bytes",
-        type=size,
+        type=options.parse_size,
         default=defaults.max_body_bytes,
         metavar="SIZE",
         help=f"maximum size of a request body (default {options.shown_size(defaults.max_body_bytes)})",
+    )
+    group.add_argument(
+        "--max-connections",
+        type=int,
+        default=defaults.max_connections,
+        metavar="N",
+        help="maximum open connections (default: the limit of open files, 8192 at most)",
+    )
+
+
+def _add_times(group: argparse._ActionsContainer, *rows: tuple[str, float, str]) -> None:
+    """Add options in seconds: the flag, the default and the meaning of each."""
+    for flag, default, meaning in rows:
+        group.add_argument(flag, type=float, default=default, metavar="S", help=f"{meaning} (default {default:g})")
+
+
+def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
+    """Add the intervals of streams and logs, and the limits on requests."""
+    _add_times(
+        group,
+        ("--ping-interval", defaults.ping_interval_s, "seconds without data before a stream sends a comment"),
+        ("--log-interval", defaults.log_interval_s, "seconds between log lines with the throughput; 0 for none"),
     )
     for flag, default, help_text in (
         ("--max-prompts", defaults.max_prompts, f"maximum prompts per request (default {defaults.max_prompts})"),
@@ -200,11 +216,6 @@ def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
             "--max-request-logprobs",
             defaults.max_request_logprobs,
             f"maximum log probabilities in the response to a request (default {defaults.max_request_logprobs})",
-        ),
-        (
-            "--max-connections",
-            defaults.max_connections,
-            "maximum open connections (default: the limit of open files, 8192 at most)",
         ),
     ):
         group.add_argument(flag, type=int, default=default, metavar="N", help=help_text)

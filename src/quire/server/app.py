@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from quire.server.operations import adapters, block_routes, monitoring, pins
 from quire.server.operations.page_files import page
@@ -32,7 +32,7 @@ from quire.server.protocols import (
 )
 from quire.server.requests.errors import handle_http_exception
 from quire.server.state.auth import check_operator, guarded
-from quire.server.state.intake import Intake
+from quire.server.state.intake import GENERATING, Intake
 from quire.server.state.request_log import RequestRecorder
 from quire.server.state.state import ServerState
 from quire.server.state.tracing import RequestTracer
@@ -104,7 +104,7 @@ def build_app(state: ServerState, tracer: RequestTracer | None = None) -> Starle
     middleware = [
         Middleware(RequestRecorder, state=state, tracer=tracer, paths=paths),
         Middleware(guarded, config=state.config),
-        Middleware(Intake, state=state),
+        Middleware(Intake, bodies=state.bodies, admit=partial(_admit, state)),
     ]
     rows: list[tuple[str, str, Handler]] = [*ROUTES]
     rows += [(method, path, partial(_operate, handler)) for method, path, handler in OPERATION]
@@ -118,6 +118,12 @@ def build_app(state: ServerState, tracer: RequestTracer | None = None) -> Starle
     # A redirect would lead to the host that the client names, and every path has one form.
     app.router.redirect_slashes = False
     return app
+
+
+def _admit(state: ServerState, scope: Scope) -> None:
+    """Refuse a request that would wait in a full queue."""
+    if scope["path"] in GENERATING and scope["method"] == "POST" and not state.is_draining:
+        state.llm.check_room()
 
 
 async def _operate(handler: Handler, state: ServerState, request: Request) -> ASGIApp:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from quire import __version__
 from quire.config import EngineConfig
@@ -21,6 +18,7 @@ from quire.server.app import build_app
 from quire.server.http.address import url_of
 from quire.server.http.http_server import HttpServer, start_http
 from quire.server.http.listener import read_max_connections
+from quire.server.http.stop_signals import end_at_once, take_signals
 from quire.server.operations.throughput_log import log_throughput
 from quire.server.requests.body import BodyReader
 from quire.server.requests.errors import stopping
@@ -39,8 +37,6 @@ logger = logging.getLogger(__name__)
 # Time for which a server with a dead engine still answers clients and probes, before it exits for its supervisor.
 DEAD_ENGINE_GRACE_S = 2.0
 EXIT_ENGINE_DIED = 1
-# Not on Windows.
-HANGUP: Final = getattr(signal, "SIGHUP", None)
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
@@ -144,24 +140,6 @@ async def _serve_http(
             raise result
 
 
-def take_signals(handle: Callable[[int], None]) -> None:
-    """Handle the signals that end the process on the running event loop.
-
-    `loop.add_signal_handler` would lose a signal while the loop is busy: signals and calls from other threads share one
-    pipe, which may be full. Signals after the loop's end are ignored: the engine may be saving its cache.
-    """
-    loop = asyncio.get_running_loop()
-
-    def on_signal(number: int, _: object) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(handle, number)
-
-    for number in filter(None, (signal.SIGINT, signal.SIGTERM, HANGUP)):
-        # A process that was started with nohup outlives its terminal.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, on_signal)
-
-
 async def _end_when_dead(state: ServerState, shutdown: Shutdown) -> None:
     while not state.llm.has_failed:
         await asyncio.sleep(0.1)
@@ -182,8 +160,8 @@ class Shutdown:
         """Handle a signal."""
         if self._draining is None:
             self.begin()
-        elif number != HANGUP:  # a closing terminal may send it twice
-            os._exit(128 + number)
+        else:
+            end_at_once(number)
 
     def on_task_done(self, task: asyncio.Task[None]) -> None:
         """End the server if one of its tasks has failed."""

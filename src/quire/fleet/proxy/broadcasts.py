@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from quire.fleet.proxy.exchange import Exchange, ReadAnswer
 from quire.fleet.proxy.fleet import Fleet
@@ -73,7 +73,7 @@ class Broadcasts:
         if not answers:
             await exchange.give_up(bool(replicas))
             return
-        cards = {}
+        cards: dict[str, Any] = {}
         for answer in answers.values():
             data = fields_of(answer.body).get("data") if answer.status == 200 else None
             for card in data if isinstance(data, list) else ():

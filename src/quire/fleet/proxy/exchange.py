@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.fleet.proxy.streams import EventCutter, error_event, fields_of
+from quire.fleet.proxy.streams import EventCutter, error_event
 from quire.fleet.proxy.upstream import UpstreamDamaged, UpstreamLate, UpstreamLost
+from quire.server.requests.body import BodyReader
 from quire.server.requests.errors import SHOWN_ID, ApiError, unavailable
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ BUSY: Final = (429, 503)
 FAILED: Final = (500, 502, 504)
 # Limit of all bodies of requests together.
 MAX_BODY_BYTES: Final = 1 << 30
+# Integers in one list of a body. Servers know the context and the vocabulary of their models, and allow fewer.
+MAX_INTEGERS: Final = 1 << 24
 # Bytes of an answer that is no stream, until which it is sent only when it is whole.
 MAX_WHOLE_BYTES: Final = 1 << 20
 
@@ -102,39 +104,38 @@ class TimeLimits(NamedTuple):
 USUAL_LIMITS: Final = TimeLimits(None, 600.0)
 
 
-class BodyBudget:
-    """The bodies of open requests, with a limit for all together."""
+class Exchanges:
+    """The open exchanges, with a limit for all their bodies together.
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self._max_body_bytes = max_body_bytes
-        self.num_bytes = 0
+    Args:
+        bodies: reader of the bodies.
+    """
 
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the body of a request."""
-        declared = Headers(scope=scope).get("content-length", "")
-        parts: list[bytes] = []
-        num_bytes = int(declared) if declared.isdigit() else 0
-        if num_bytes <= self._max_body_bytes:
-            num_bytes = 0
-            async for part in Request(scope, receive).stream():
-                parts.append(part)
-                num_bytes += len(part)
-                if num_bytes > self._max_body_bytes:
-                    break
-        if num_bytes > self._max_body_bytes:
-            raise ApiError(413, f"the body is longer than {self._max_body_bytes} bytes", code="content_too_large")
-        if self.num_bytes + num_bytes > MAX_BODY_BYTES:
-            raise unavailable("too many long bodies are on their way", "too_many_uploads")
-        return b"".join(parts)
+    def __init__(self, bodies: BodyReader) -> None:
+        self._bodies = bodies
+        self._open: set[Exchange] = set()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
 
     @asynccontextmanager
     async def open(self, scope: Scope, receive: Receive, send: Send) -> AsyncIterator[Exchange]:
-        """Read the body of a request, and count its bytes while the exchange is open; see `read`."""
-        body = await self.read(scope, receive)
-        self.num_bytes += len(body)
+        """Read the body of a request, and count its bytes while the exchange is open.
+
+        Raises:
+            ApiError: the body, or all bodies together, are too long; a server's answer was damaged.
+        """
+        body = await self._bodies.read(Request(scope, receive))
+        if self._num_bytes + len(body) > MAX_BODY_BYTES:
+            raise unavailable("too many long bodies are on their way", "too_many_uploads")
         exchange = Exchange(scope, body, receive, send)
+        self._open.add(exchange)
+        self._num_bytes += len(body)
         try:
             yield exchange
+            if exchange.error is not None and not exchange.has_begun:
+                raise exchange.error
         except UpstreamLost as error:
             if exchange.has_begun:
                 await exchange.cut_off(unavailable(f"{SERVER_LOST}: {error}", "replica_lost"))
@@ -142,7 +143,13 @@ class BodyBudget:
                 raise ApiError(502, f"a server has failed: {error}", code="bad_gateway") from error
         finally:
             exchange.close()
-            self.num_bytes -= len(body)
+            self._open.discard(exchange)
+            self._num_bytes -= len(body)
+
+    def end(self, error: ApiError) -> None:
+        """End all open exchanges with an error."""
+        for exchange in self._open:
+            exchange.end(error)
 
 
 class Exchange:
@@ -155,17 +162,21 @@ class Exchange:
         send: ASGI's function that sends the answer.
 
     Attributes:
+        request: the request, without its body.
+        fields: fields of the body, once they were read.
         has_begun: True once a part of the answer was sent.
         last_busy: status and Retry-After of the last server that was busy.
         last_damage: the fault of the last damaged answer; empty without one.
+        error: error that ends the exchange, None if its servers decide.
     """
 
     def __init__(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         self.path: str = scope["path"]
-        self.headers = Headers(scope=scope)
+        self.request = Request(scope)
+        self.headers = self.request.headers
         self.body = body
         self.request_id: str = scope.get(SHOWN_ID, "")
-        self._fields: Mapping[str, Any] | None = None
+        self.fields: Mapping[str, Any] = {}
         self.has_begun = False
         self.last_busy: tuple[int, bytes] | None = None
         self.last_damage = ""
@@ -176,17 +187,12 @@ class Exchange:
         self._send = send
         self._is_stream = False
         self._receive = receive
+        # Ends when the client has left, or when it is to be told `error`.
         self._left: asyncio.Future[None] | None = None
+        self.error: ApiError | None = None
         self._limits, self._started_s = USUAL_LIMITS, 0.0
         # Answer of a server that has failed, and the server's name.
         self._held: tuple[Answer, str] | None = None
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """The fields of the body; none if it is no JSON object."""
-        if self._fields is None:
-            self._fields = fields_of(self.body)
-        return self._fields
 
     @property
     def model(self) -> str | None:
@@ -234,7 +240,7 @@ class Exchange:
         try:
             answer = await self.unless_left(self.send_to(upstream), self._wait_s())
             if answer is None:
-                return "left"
+                return await self._end_early()
             if answer.status in BUSY:
                 self.last_busy = (answer.status, answer.header(b"retry-after"))
                 return "busy"
@@ -244,7 +250,7 @@ class Exchange:
                 return "failed"
             cutter = EventCutter(answer.header(b"content-type"))
             is_whole = await self.relay(answer, replica(), cutter, on_begin)
-            return "answered" if is_whole else "left"
+            return "answered" if is_whole else await self._end_early()
         except UpstreamLost as error:
             on_lost(error)
             what = "late" if isinstance(error, UpstreamLate) else "lost"
@@ -371,6 +377,13 @@ class Exchange:
             raise ConnectionAbortedError(str(error))
         await self._send_body(error_event(self.path, error), more=False)
 
+    def end(self, error: ApiError) -> None:
+        """End the exchange with an error: `attempt` stops waiting for its server."""
+        self.error = error
+        if self._left is None:
+            self._left = asyncio.get_running_loop().create_future()
+        self._left.cancel()
+
     async def give_up(self, was_tried: bool) -> None:
         """Answer with the held answer of a server that has failed; without one, refuse the request.
 
@@ -406,6 +419,13 @@ class Exchange:
     async def _wait_until_left(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+    async def _end_early(self) -> str:
+        """Return "left", or end an answer that has begun with the error that ends the exchange."""
+        if self.error is None or not self.has_begun:
+            return "left"
+        await self.cut_off(self.error)
+        return "cut off"
 
     def close(self) -> None:
         """Stop waiting for the client to leave, and abandon a held answer."""

@@ -68,7 +68,10 @@ class Forwarder:
         self.budget.add_request(asyncio.get_running_loop().time())
         self.num_in_flight += 1
         try:
-            if exchange.path in NAME_OF and exchange.method == "POST":
+            is_change = exchange.path in NAME_OF and exchange.method == "POST"
+            if is_change or (exchange.method == "POST" and exchange.path not in PATHS and self._fleet.is_mixed):
+                await self._prompts.read_fields(exchange)
+            if is_change:
                 await self._broadcasts.change(exchange)
             elif exchange.path in PATHS and exchange.method == "POST":
                 await self._route(exchange)

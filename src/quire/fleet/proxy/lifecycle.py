@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing
 
 from quire.fleet.proxy.app import Proxy
+from quire.fleet.proxy.exchange import MAX_INTEGERS
 from quire.fleet.proxy.fleet import Fleet
+from quire.platform.bounded.json_text import limit_digits
 from quire.server.http.address import url_of
-from quire.server.http.http_server import start_http
+from quire.server.http.http_server import FLUSH_TIMEOUT_S, HttpServer, start_http
 from quire.server.http.listener import read_max_connections
+from quire.server.http.stop_signals import end_at_once, take_signals
+from quire.server.requests.body import BodyReader
+from quire.server.requests.errors import stopping
 from quire.server.settings import ServerConfig
 from quire.server.state.auth import guarded
+from quire.server.state.intake import Intake
 
 logger = logging.getLogger(__name__)
 
@@ -48,42 +53,50 @@ async def run_proxy(
     on_start: Callable[[], None] | None = None,
 ) -> None:
     """Forward requests on the running event loop; see `serve_proxy`."""
-    proxy = Proxy(fleet, config.max_body_bytes, config.tenant_header, has_operators=config.operator_key is not None)
-    await fleet.start()
-    http = await start_http(guarded(proxy, config), config, listener, max_connections)
-    stopped = _stop_signal()
-    print(f"Quire routes to {len(fleet.replicas)} servers at {url_of(listener, config.scheme)}", flush=True)
-    if on_start is not None:
-        on_start()
+    limit_digits()
+    with closing(BodyReader(config.max_body_bytes, MAX_INTEGERS)) as bodies:
+        proxy = Proxy(fleet, bodies, config.tenant_header, has_operators=config.operator_key is not None)
+        app = guarded(Intake(proxy, bodies=bodies, admit=proxy.admit), config)
+        await fleet.start()
+        http = await start_http(app, config, listener, max_connections)
+        stopped = asyncio.Event()
+
+        def on_signal(number: int) -> None:
+            if stopped.is_set():
+                end_at_once(number)
+            stopped.set()
+
+        take_signals(on_signal)
+        print(f"Quire routes to {len(fleet.replicas)} servers at {url_of(listener, config.scheme)}", flush=True)
+        if on_start is not None:
+            on_start()
+        waiting = asyncio.create_task(stopped.wait())
+        try:
+            await asyncio.wait({waiting, http.serving, http.accepting}, return_when=asyncio.FIRST_COMPLETED)
+            stopped.set()
+            await _drain(proxy, http, config.drain_timeout_s)
+        finally:
+            waiting.cancel()
+            http.server.should_exit = True
+            http.watching.cancel()
+            http.accepting.cancel()
+            await fleet.stop()
+            await asyncio.gather(http.serving, http.accepting, http.watching, return_exceptions=True)
+
+
+async def _drain(proxy: Proxy, http: HttpServer, timeout_s: float) -> None:
+    """Refuse new requests, let those in flight finish within the time limit, and end the others with an error."""
+    logger.info("stopping: %d requests may run for %g s more", len(proxy.exchanges), timeout_s)
+    proxy.is_draining = True
+    http.connections.drain()
     try:
-        await asyncio.wait({stopped, http.serving, http.accepting}, return_when=asyncio.FIRST_COMPLETED)
-        logger.info("stopping: %d requests may run for %g s more", proxy.num_requests, config.drain_timeout_s)
-        http.connections.drain()
-        http.accepting.cancel()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(config.drain_timeout_s):
-                while proxy.num_requests and not http.serving.done():
-                    await asyncio.sleep(0.02)
-    finally:
-        http.server.should_exit = True
-        http.watching.cancel()
-        await fleet.stop()
-        await asyncio.gather(http.serving, http.accepting, http.watching, return_exceptions=True)
-
-
-def _stop_signal() -> asyncio.Future[None]:
-    """Return a future that ends with the first stop signal; the second signal ends the process."""
-    loop = asyncio.get_running_loop()
-    stopped: asyncio.Future[None] = loop.create_future()
-
-    def on_signal(number: int) -> None:
-        if not stopped.done():
-            stopped.set_result(None)
-        else:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(ValueError):  # not in the main thread
-            loop.add_signal_handler(number, on_signal, number)
-    return stopped
+        async with asyncio.timeout(timeout_s):
+            while len(proxy.exchanges) and not http.serving.done():
+                await asyncio.sleep(0.02)
+            # Clients may still be reading long answers.
+            if answering := set(http.server.server_state.tasks):
+                await asyncio.wait(answering)
+    except TimeoutError:
+        proxy.exchanges.end(stopping())
+        if ending := set(http.server.server_state.tasks):
+            await asyncio.wait(ending, timeout=FLUSH_TIMEOUT_S)

@@ -113,11 +113,8 @@ def error_event(path: str, error: ApiError) -> bytes:
 
 def _is_last_line(line: bytes) -> bool:
     """Return whether a line is the last one of a stream of Ollama's."""
-    try:
-        fields = parse(line) if len(line) <= MAX_LAST_LINE_BYTES else None
-    except BadJSON:
-        return False
-    return isinstance(fields, dict) and (bool(fields.get("done")) or "error" in fields)
+    fields = fields_of(line) if len(line) <= MAX_LAST_LINE_BYTES else {}
+    return bool(fields.get("done")) or "error" in fields
 
 
 def fields_of(body: bytes) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.fleet.proxy.exchange import BodyBudget, Exchange, ReadAnswer
+from quire.fleet.proxy.exchange import MAX_INTEGERS, Exchange, Exchanges, ReadAnswer
 from quire.fleet.proxy.metrics import ProxyMetrics
 from quire.fleet.proxy.prompts import RoutedPrompts
 from quire.fleet.proxy.shared_state import NAME_OF
@@ -34,9 +34,11 @@ from quire.fleet.ray.fleet import FLEETS, ReplicaFleet
 from quire.fleet.ray.handle_calls import HandleCall, lost_by
 from quire.fleet.ray.metrics import INGRESS, merge_metrics
 from quire.fleet.routing.router import RouteRequest
+from quire.server.requests.body import BodyReader
 from quire.server.requests.errors import ApiError, unavailable
 from quire.server.settings import ServerConfig
 from quire.server.state.auth import check_operator, guarded
+from quire.server.state.intake import Intake
 
 # Attempts to have one request answered.
 MAX_ATTEMPTS: Final = 8
@@ -56,7 +58,8 @@ class IngressReplica:
         """Return the application, after checks of keys and origins."""
         config = self._config
         self._ingress = Ingress(self._engine, config, serve.get_replica_context())
-        return _without_request_id(guarded(self._ingress, config))
+        intake = Intake(self._ingress, bodies=self._ingress.bodies, admit=lambda _: None)
+        return _without_request_id(guarded(intake, config))
 
     async def router_metrics(self) -> tuple[str, bytes]:
         """Return the name of this replica, and the metrics of its router, for another replica."""
@@ -75,8 +78,9 @@ class Ingress:
         self._has_operators = config.operator_key is not None
         key = config.operator_key or config.api_key
         self._headers: RawHeaders = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
-        self._bodies = BodyBudget(config.max_body_bytes)
-        self._prompts = RoutedPrompts(self._ask_for_tokens, config.tenant_header)
+        self.bodies = BodyReader(config.max_body_bytes, MAX_INTEGERS)
+        self._exchanges = Exchanges(self.bodies)
+        self._prompts = RoutedPrompts(self._ask_for_tokens, self.bodies, config.tenant_header)
         self._states: dict[str, dict[str, Any]] = {}
         self._metrics = ProxyMetrics(lambda: self._states)
 
@@ -95,7 +99,7 @@ class Ingress:
         if path in ("/health", "/ping", "/metrics") or path.startswith("/router/"):
             await (await self._own(scope))(scope, receive, send)
             return
-        async with self._bodies.open(scope, receive, send) as exchange:
+        async with self._exchanges.open(scope, receive, send) as exchange:
             if path in NAME_OF and scope["method"] == "POST":
                 await self._broadcast(exchange)
             elif path in PATHS and scope["method"] == "POST":

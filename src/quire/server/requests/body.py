@@ -30,7 +30,21 @@ class BodyReader:
     async def read_object(self, request: Request) -> dict[str, Any]:
         """Read a body as one JSON object."""
         check_json(request)
-        return await self.parse_object(await _read(request, self.max_bytes))
+        return await self.parse_object(await self.read(request))
+
+    async def read(self, request: Request) -> bytes:
+        """Read a body of any content type."""
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > self.max_bytes:
+            raise _too_long(self.max_bytes)
+        parts: list[bytes] = []
+        length = 0
+        async for part in request.stream():
+            length += len(part)
+            if length > self.max_bytes:
+                raise _too_long(self.max_bytes)
+            parts.append(part)
+        return b"".join(parts)
 
     async def parse_object(self, raw: bytes) -> dict[str, Any]:
         """Parse a body."""
@@ -83,20 +97,6 @@ def is_from_page(request: Request) -> bool:
     """Return whether a web page may have sent a request: browsers then send its origin, or its relation to the site."""
     headers = request.headers
     return "origin" in headers or headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise _too_long(max_bytes)
-    parts: list[bytes] = []
-    length = 0
-    async for part in request.stream():
-        length += len(part)
-        if length > max_bytes:
-            raise _too_long(max_bytes)
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _kind(value: object) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.platform.bounded.process import MANY_BYTES
-from quire.server.requests.body import MAX_LONG_BODIES
+from quire.server.requests.body import MAX_LONG_BODIES, BodyReader
 from quire.server.requests.errors import unavailable
-from quire.server.state.state import ServerState
 
 # Requests to these paths take a queue slot.
 POOLING = (
@@ -24,21 +24,33 @@ FREE_BYTES = 64 << 10
 
 
 class Intake:
-    """ASGI middleware between the guard and the routes, which limits uploads."""
+    """ASGI middleware between the guard and the application of a server or a router, which limits uploads.
 
-    def __init__(self, app: ASGIApp, *, state: ServerState) -> None:
+    The bodies on their way have `MAX_LONG_BODIES` times the maximum length of one together, without the first
+    `FREE_BYTES` of each.
+
+    Args:
+        app: application after the intake.
+        bodies: reader of the bodies.
+        admit: function that raises if a request is refused before its body is read; its argument is ASGI's scope.
+    """
+
+    def __init__(self, app: ASGIApp, *, bodies: BodyReader, admit: Callable[[Scope], None]) -> None:
         self._app = app
-        self._state = state
-        self._limit = MAX_LONG_BODIES * state.config.max_body_bytes
+        self._bodies = bodies
+        self._admit = admit
+        self._limit = MAX_LONG_BODIES * bodies.max_bytes
         # Incomplete uploads that are counted, in the order of their last bytes.
         self._uploads: dict[Upload, None] = {}
         self._num_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         # Reading, parsing and checking the body of a refused request would cost more than the answer.
-        if scope["path"] in GENERATING and scope["method"] == "POST" and not self._state.is_draining:
-            self._state.llm.check_room()
+        self._admit(scope)
         upload = Upload()
 
         async def receive_counted() -> Message:
@@ -54,7 +66,7 @@ class Intake:
         finally:
             self._discard(upload)
             if upload.num_bytes > MANY_BYTES:  # by now most objects of the body are freed
-                self._state.bodies.give_back_soon()
+                self._bodies.give_back_soon()
 
     def _count(self, upload: Upload, num_bytes: int) -> None:
         """Count bytes of an upload; if all uploads exceed the limit, end the one that has been silent the longest."""
