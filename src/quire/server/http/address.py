@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from quire.errors import ConfigError
+from quire.platform.bounded.files import read_file
 from quire.server.settings import ServerConfig
+
+MAX_PEM_BYTES: Final = 1 << 20
+CERTIFICATE: Final = b"-----BEGIN CERTIFICATE-----"
+PRIVATE_KEY: Final = b"PRIVATE KEY-----"
 
 
 def bind_server(config: ServerConfig) -> socket.socket:
@@ -39,7 +46,9 @@ def bind(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}", field="port") from error
+        hint = "; choose another port, 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+        why = f"{error.strerror or error}{hint}"
+        raise ConfigError(f"cannot listen on {host} port {port}: {why}", field="port") from error
     return listener
 
 
@@ -65,15 +74,42 @@ def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | N
     """Return the context of encrypted connections; None without a certificate."""
     if certfile is None:
         return None
+    certificate = _read_pem("ssl_certfile", certfile)
+    key = certificate if keyfile is None else _read_pem("ssl_keyfile", keyfile)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # Without a password, OpenSSL would prompt for it on the terminal.
         context.load_cert_chain(certfile, keyfile, password="")
-    except OSError as error:  # `ssl.SSLError` is one
-        reason = error.strerror or str(error)
-        key = "" if keyfile is None else f" with ssl_keyfile {keyfile!r}"
-        raise ConfigError(f"ssl_certfile {certfile!r}{key} cannot be used: {reason}", field="ssl_certfile") from error
+    except ssl.SSLError as error:
+        field, why = _fault_of_pem(certificate, key, error, has_keyfile=keyfile is not None)
+        file = keyfile if field == "ssl_keyfile" and keyfile is not None else certfile
+        raise ConfigError(f"{field} {file!r} cannot be used: {why}", field=field) from error
     return context
+
+
+def _read_pem(field: str, path: str) -> bytes:
+    try:
+        return read_file(Path(path), MAX_PEM_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{field} {path!r} cannot be read: {error.strerror}", field=field) from error
+
+
+def _fault_of_pem(certificate: bytes, key: bytes, error: ssl.SSLError, *, has_keyfile: bool) -> tuple[str, str]:
+    """Return the option whose file OpenSSL refuses, and why, which OpenSSL calls "PEM lib" for most reasons."""
+    of_key = "ssl_keyfile" if has_keyfile else "ssl_certfile"
+    if CERTIFICATE not in certificate:
+        return "ssl_certfile", f"it is no certificate in PEM, which has a line {CERTIFICATE.decode()!r}"
+    if PRIVATE_KEY not in key:
+        if not has_keyfile:
+            return of_key, "it has no private key: name its file with ssl_keyfile"
+        return of_key, "it is no private key in PEM, which has a line like '-----BEGIN PRIVATE KEY-----'"
+    if b"ENCRYPTED" in key:
+        return of_key, "the private key is encrypted: decrypt it, by openssl pkey -in FILE -out NEW_FILE"
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return of_key, "the private key is not the key of the certificate"
+    if error.reason:
+        return "ssl_certfile", f"OpenSSL refuses it: {error.reason.replace('_', ' ').lower()}"
+    return "ssl_certfile", "the certificate or its key is damaged"
 
 
 def url_of(listener: socket.socket, scheme: str) -> str:
