@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -72,9 +73,35 @@ def test_the_services_options_are_understood() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_systemd_takes_the_unit(has_gpu: bool, tmp_path: Path) -> None:
     unit = tmp_path / "quire.service"
     text = (DEPLOY / "quire.service").read_text(encoding="utf-8")
     unit.write_text(text.replace("/opt/quire/bin/quire", "/bin/true"), encoding="utf-8")
+    if has_gpu:
+        drop_in = tmp_path / "quire.service.d" / "gpu.conf"
+        drop_in.parent.mkdir()
+        shutil.copy(DEPLOY / "quire-gpu.conf", drop_in)
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_drop_in_for_gpus_takes_back_what_hides_them() -> None:
+    unit = (DEPLOY / "quire.service").read_text(encoding="utf-8")
+    drop_in = (DEPLOY / "quire-gpu.conf").read_text(encoding="utf-8")
+    assert "\nPrivateDevices=yes\n" in unit
+    assert "\nPrivateDevices=no\n" in drop_in
+    (devices,) = re.findall(r"^DeviceAllow=char-(\S+) rw$", drop_in, re.MULTILINE)
+    # Names of the driver's groups of devices in /proc/devices.
+    assert all(
+        fnmatch(name, devices) for name in ("nvidia", "nvidia-frontend", "nvidiactl", "nvidia-uvm", "nvidia-caps")
+    )
+    assert "quire-gpu.conf" in unit
+    assert "deploy/quire-gpu.conf" in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+
+
+def test_the_service_has_started_when_it_serves() -> None:
+    unit = (DEPLOY / "quire.service").read_text(encoding="utf-8")
+    assert "\nType=notify\n" in unit
+    # Systemd's default of 90 s is less than large models take.
+    assert "\nTimeoutStartSec=30min\n" in unit

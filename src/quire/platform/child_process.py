@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
+from quire.platform import service_manager
+
 BOOT: Final = (
     "import json, sys; program, arguments, lifeline, sys.path[:] = json.loads(sys.argv[1]); "
     "from quire.platform.child_process import run; run(program, arguments, lifeline)"
@@ -50,6 +52,7 @@ class ChildProcess(subprocess.Popen[bytes]):
     _lifeline = -1
 
     def __init__(self, program: str, *arguments: Any, pass_fds: Sequence[int] = (), **options: Any) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != service_manager.VARIABLE}
         theirs, ours = os.pipe() if HAS_LIFELINE else (-1, -1)
         description = json.dumps([program, arguments, theirs, [str(folder) for folder in sys.path]])
         try:
@@ -57,6 +60,7 @@ class ChildProcess(subprocess.Popen[bytes]):
                 [sys.executable, "-c", BOOT, description],
                 pass_fds=(theirs, *pass_fds) if HAS_LIFELINE else (),
                 start_new_session=True,
+                env=environment,
                 **options,
             )
         except BaseException:

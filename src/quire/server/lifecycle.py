@@ -14,6 +14,7 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.config.extras import check_extra
 from quire.platform.bounded.json_text import limit_digits
+from quire.platform.service_manager import notify
 from quire.server.app import build_app
 from quire.server.http.address import url_of
 from quire.server.http.http_server import HttpServer, start_http
@@ -122,7 +123,8 @@ async def _serve_http(
     http = await start_http(build_app(state, tracer), config, listener, max_connections)
     shutdown = Shutdown(state, http)
     take_signals(shutdown.on_signal)
-    print(f"Quire serves {llm.model_name} at {url_of(listener, config.scheme)}", flush=True)
+    print(said := f"Quire serves {llm.model_name} at {url_of(listener, config.scheme)}", flush=True)
+    notify("READY=1", f"STATUS={said}")
     tasks = [http.accepting, http.watching, asyncio.create_task(_end_when_dead(state, shutdown))]
     if config.log_interval_s:
         tasks.append(asyncio.create_task(log_throughput(llm, config.log_interval_s)))
@@ -173,11 +175,13 @@ class Shutdown:
 
     def end(self) -> None:
         """Accept no more connections, and end the server after the open ones have their answers."""
+        notify("STOPPING=1")
         self._http.server.should_exit = True
         self._http.accepting.cancel()
 
     def begin(self) -> None:
         """Take no new requests, let running ones finish within the time limit, and end the server."""
+        notify("STOPPING=1")
         self._state.is_draining = True
         self._state.views.close()
         self._http.connections.drain()

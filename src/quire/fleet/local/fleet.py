@@ -60,12 +60,19 @@ class LocalFleet(Fleet):
         Raises:
             WorkerError: a server refuses its options.
         """
-        self._keeping = [asyncio.create_task(self._keep(server)) for server in self._servers]
-        await super().start()
-        while len(self._was_up.union(self._given_up)) < len(self._servers):
-            if self._refusal is not None:
-                raise WorkerError(self._refusal)
-            await asyncio.sleep(POLL_S)
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        # Later signals are the proxy's.
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        try:
+            self._keeping = [asyncio.create_task(self._keep(server)) for server in self._servers]
+            await super().start()
+            while len(self._was_up.union(self._given_up)) < len(self._servers):
+                if self._refusal is not None:
+                    raise WorkerError(self._refusal)
+                await asyncio.sleep(POLL_S)
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
 
     async def stop(self) -> None:
         """Stop all servers, after a limited time for each to end by itself."""
@@ -173,10 +180,7 @@ def serve_replicas(
 
 
 async def _run(fleet: LocalFleet, config: ServerConfig, listener: socket.socket, max_connections: int) -> None:
-    """Run the proxy; a stop signal before it takes requests stops the servers."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    """Run the proxy, and leave no server."""
     try:
         await run_proxy(fleet, config, listener, max_connections)
     finally:

@@ -12,6 +12,7 @@ from quire.fleet.proxy.app import Proxy
 from quire.fleet.proxy.exchange import MAX_INTEGERS
 from quire.fleet.proxy.fleet import Fleet
 from quire.platform.bounded.json_text import limit_digits
+from quire.platform.service_manager import notify
 from quire.server.http.address import url_of
 from quire.server.http.http_server import FLUSH_TIMEOUT_S, HttpServer, start_http
 from quire.server.http.listener import read_max_connections
@@ -67,7 +68,8 @@ async def run_proxy(
             stopped.set()
 
         take_signals(on_signal)
-        print(f"Quire routes to {len(fleet.replicas)} servers at {url_of(listener, config.scheme)}", flush=True)
+        print(said := f"Quire routes to {len(fleet.replicas)} servers at {url_of(listener, config.scheme)}", flush=True)
+        notify("READY=1", f"STATUS={said}")
         if on_start is not None:
             on_start()
         waiting = asyncio.create_task(stopped.wait())
@@ -86,6 +88,7 @@ async def run_proxy(
 
 async def _drain(proxy: Proxy, http: HttpServer, timeout_s: float) -> None:
     """Refuse new requests, let those in flight finish within the time limit, and end the others with an error."""
+    notify("STOPPING=1")
     logger.info("stopping: %d requests may run for %g s more", len(proxy.exchanges), timeout_s)
     proxy.is_draining = True
     http.connections.drain()
