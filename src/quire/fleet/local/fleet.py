@@ -20,6 +20,7 @@ from quire.fleet.local.settings import Machine, settings_of_servers
 from quire.fleet.proxy.fleet import Fleet
 from quire.fleet.proxy.lifecycle import run_proxy
 from quire.server.http.listener import read_max_connections
+from quire.server.http.stop_signals import take_signals
 from quire.server.log_setup import LogSettings
 from quire.server.settings import ServerConfig
 
@@ -60,19 +61,12 @@ class LocalFleet(Fleet):
         Raises:
             WorkerError: a server refuses its options.
         """
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        # Later signals are the proxy's.
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
-        try:
-            self._keeping = [asyncio.create_task(self._keep(server)) for server in self._servers]
-            await super().start()
-            while len(self._was_up.union(self._given_up)) < len(self._servers):
-                if self._refusal is not None:
-                    raise WorkerError(self._refusal)
-                await asyncio.sleep(POLL_S)
-        finally:
-            loop.remove_signal_handler(signal.SIGTERM)
+        self._keeping = [asyncio.create_task(self._keep(server)) for server in self._servers]
+        await super().start()
+        while len(self._was_up.union(self._given_up)) < len(self._servers):
+            if self._refusal is not None:
+                raise WorkerError(self._refusal)
+            await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
         """Stop all servers, after a limited time for each to end by itself."""
@@ -180,7 +174,10 @@ def serve_replicas(
 
 
 async def _run(fleet: LocalFleet, config: ServerConfig, listener: socket.socket, max_connections: int) -> None:
-    """Run the proxy, and leave no server."""
+    """Run the proxy; a signal before it takes requests stops the servers."""
+    task = asyncio.current_task()
+    assert task is not None
+    take_signals(lambda _: task.cancel())
     try:
         await run_proxy(fleet, config, listener, max_connections)
     finally:
