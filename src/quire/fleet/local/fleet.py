@@ -177,7 +177,11 @@ async def _run(fleet: LocalFleet, config: ServerConfig, listener: socket.socket,
     """Run the proxy; a signal before it takes requests stops the servers."""
     task = asyncio.current_task()
     assert task is not None
-    take_signals(lambda _: task.cancel())
+
+    def stop(_: int) -> None:
+        task.cancel()
+
+    take_signals(stop)
     try:
         await run_proxy(fleet, config, listener, max_connections)
     finally:
