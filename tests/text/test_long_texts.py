@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
@@ -321,3 +327,78 @@ def test_an_expanding_normalizer_refuses_only_texts_that_expand() -> None:
     assert len(tokenizer.encode(text)) == len(text)
     with pytest.raises(InvalidParameter, match="cannot divide"):
         tokenizer.encode("\u2126" * 200_000)
+
+
+# Normalizers of a `tokenizer.json` that multiply a text, a text of a few kilobytes that they make too long, and one
+# that they leave short enough.
+MULTIPLIERS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "replaced string": (
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100_000},
+        "a" * 3000,
+        "b" * 3000 + "a",
+    ),
+    "replaced expression": (
+        {"type": "Replace", "pattern": {"Regex": "[ab]"}, "content": "a" * 100_000},
+        "b" * 3000,
+        "x" * 3000 + "b",
+    ),
+    "sequence": (
+        {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 300},
+                {"type": "Replace", "pattern": {"String": "b"}, "content": "a" * 300},
+            ],
+        },
+        "a" * 3000,
+        "x" * 3000 + "a" * 9,
+    ),
+    "prefix": (
+        {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "x" * 900},
+                {"type": "Replace", "pattern": {"String": "x"}, "content": "a" * 140},
+            ],
+        },
+        "x" * 30_000,
+        "b" * 20,
+    ),
+    "compatibility forms": ({"type": "NFKC"}, "\ufdfa" * 300_000, "\ufdfa" * 30_000),
+}
+# Address space beside that of the imports: of a text of 3 MiB after normalization, and of the interpreter's own.
+MULTIPLIED_BYTES = 700 << 20
+ENCODE = """
+import json, resource, sys
+from pathlib import Path
+from quire.errors import InvalidParameter
+from quire.text.tokenizers.tokenizer import Tokenizer
+
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[1]),) * 2)
+for folder, text, short in json.loads(sys.stdin.read()):
+    tokenizer = Tokenizer.from_folder(folder)
+    try:
+        tokenizer.encode(text)
+        print("encoded")
+    except InvalidParameter as error:
+        print(error)
+    print(len(tokenizer.encode(short)) > 0)
+"""
+
+
+def test_a_normalizer_that_multiplies_text_is_bounded(tmp_path: Path) -> None:
+    inputs = []
+    for name, (normalizer, text, short) in MULTIPLIERS.items():
+        library = Library(models.BPE(vocab={char: idx for idx, char in enumerate("abx?")}, merges=[], unk_token="?"))
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(json.dumps(json.loads(library.to_str()) | {"normalizer": normalizer}))
+        inputs.append((str(folder), text, short))
+    command = [sys.executable, "-c", ENCODE, str(MULTIPLIED_BYTES)]
+    done = subprocess.run(command, input=json.dumps(inputs), capture_output=True, text=True, check=True, timeout=300)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * len(MULTIPLIERS)
+    for name, refusal, is_encoded in zip(MULTIPLIERS, lines[::2], lines[1::2], strict=True):
+        assert re.match(r"prompt must be text without more than \d+ bytes in a row that this model", refusal), name
+        assert is_encoded == "True", name

@@ -23,7 +23,7 @@ from quire.text.vocabulary.components import (
     steps,
 )
 
-# Characters of a text that are normalized at a time, to measure the result.
+# Maximum characters of a text that are normalized at a time, to measure the result.
 PART_CHARS = 1 << 10
 
 # Maximum number of characters that a normal form joins to one.
@@ -31,7 +31,7 @@ JOINED_CHARS = 4
 # Maximum of a setting that applies to each character, word or token of a text.
 MAX_SETTING = 1000
 # Maximum growth of one byte by normalizer and pre-tokenizer; known tokenizers reach some thousands.
-MAX_GROWTH = 1 << 21
+MAX_GROWTH = 1 << 17
 # Maximum growth of one byte by each normalizer.
 FORM_GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "BertNormalizer": 4}
 LOSSLESS_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"})
@@ -171,12 +171,21 @@ def growth(library: tokenizers.Tokenizer) -> int:
     return prod(map(_growth, (*normalizers(library), *pre_tokenizers(library))))
 
 
-def normalized_bytes(library: tokenizers.Tokenizer, text: str) -> int:
-    """Return an upper bound on the bytes that normalizer and pre-tokenizer make of a text."""
+def fits_normalized(library: tokenizers.Tokenizer, text: str, limit: int) -> bool:
+    """Return whether normalizer and pre-tokenizer make at most `limit` bytes of a text, by an upper bound.
+
+    The text is normalized in parts that become no longer than `limit`, or than one character does, and only as far as
+    it fits.
+    """
     normalizer = library.normalizer
-    parts = (text[start : start + PART_CHARS] for start in range(0, len(text), PART_CHARS))
-    normal = parts if normalizer is None else (guarded(normalizer.normalize_str, part) for part in parts)
-    return sum(len(part.encode()) for part in normal) * prod(map(_growth, pre_tokenizers(library)))
+    num_chars = min(PART_CHARS, max(1, limit // (4 * prod(map(_growth, normalizers(library))))))
+    left = limit // prod(map(_growth, pre_tokenizers(library)))
+    for start in range(0, len(text), num_chars):
+        part = text[start : start + num_chars]
+        left -= len((part if normalizer is None else guarded(normalizer.normalize_str, part)).encode())
+        if left < 0:
+            return False
+    return True
 
 
 def _growth(step: dict[str, Any]) -> int:

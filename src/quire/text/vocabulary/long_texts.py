@@ -12,15 +12,16 @@ from functools import cached_property
 import tokenizers
 
 from quire.errors import InvalidParameter, RequestError
-from quire.text.vocabulary.bounds import LeastTokens, growth, least_tokens, normalized_bytes
+from quire.text.vocabulary.bounds import LeastTokens, fits_normalized, growth, least_tokens
 from quire.text.vocabulary.components import model_tokens
 from quire.text.vocabulary.cuts import Cuts
 
 # Approximate number of characters of a piece; a text with more is long.
 PIECE_CHARS = 1 << 16
-# Maximum bytes of a piece, before and after normalization.
+# Maximum bytes of a piece, before normalization and pre-tokenization and after them: spaces may become marks of three
+# bytes. The library takes about 140 bytes of memory for each byte after them, so at most 440 MB.
 MAX_UNCUT_BYTES = 1 << 20
-MAX_NORMALIZED_BYTES = 1 << 24
+MAX_NORMALIZED_BYTES = 3 * MAX_UNCUT_BYTES
 
 
 class TooManyTokens(Exception):
@@ -135,14 +136,14 @@ class LongTexts:
         cut = self._cuts.find(text, wanted, last) if self._num_lead else None
         if cut is None:
             cut = len(text)
-        if not self._fits(text[start:cut]):
-            raise CannotCut(self._max_uncut)
+        self._check_size(text[start:cut])
         return cut
 
-    def _fits(self, piece: str) -> bool:
-        """Return whether a piece can be tokenized at once, by its length or by its normalized length."""
+    def _check_size(self, piece: str) -> None:
+        """Refuse a piece that cannot be tokenized at once, by its length or by its normalized length."""
         num_bytes = len(piece.encode())
-        if num_bytes <= self._max_uncut or num_bytes > MAX_UNCUT_BYTES:
-            return num_bytes <= self._max_uncut
+        if num_bytes > MAX_UNCUT_BYTES:
+            raise CannotCut(MAX_UNCUT_BYTES)
         # The normalizer may lengthen some characters much, but few texts have these characters.
-        return normalized_bytes(self._library, piece) <= MAX_NORMALIZED_BYTES
+        if num_bytes > self._max_uncut and not fits_normalized(self._library, piece, MAX_NORMALIZED_BYTES):
+            raise CannotCut(self._max_uncut)
