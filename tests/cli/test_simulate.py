@@ -12,6 +12,11 @@ from xml.etree import ElementTree
 import pytest
 
 from quire.cli.main import EXIT_USER_ERROR, main
+from quire.measurement.bench.simulated_engine import step_times_json
+from quire.measurement.simulation.replicas.fit import FitQuality
+from quire.measurement.simulation.replicas.step_time import FEATURES, FittedStepTime
+from quire.memory.recording.settings import MemorySettings
+from quire.memory.specs import FullAttention
 
 SMALL = ("simulate", "bundled", "--num-requests", "40", "--rate", "50", "--input-len", "100", "--output-len", "20")
 
@@ -98,9 +103,65 @@ def test_a_trace_is_served(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert figures["hit_rate"]["mean"] == pytest.approx(4 * 512 / (5 * 600))
 
 
+def test_requests_that_do_not_fit_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    long = ("--input-len", "900", "--output-len", "900", "--shorten")
+    assert simulated(capsys, *long)["variants"]["all"]["num_shortened"]["mean"] == 40
+    assert main([*SMALL, *long]) == 0
+    assert "40 of 40 requests were shortened: they exceeded the longest context" in capsys.readouterr().out
+    assert simulated(capsys)["variants"]["all"]["num_shortened"]["mean"] == 0
+    # The mean fits, and some are longer.
+    shape = ("--input-len", "400", "--input-sigma", "1.5")
+    assert 0 < simulated(capsys, *shape)["variants"]["all"]["num_shortened"]["mean"] < 20
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 0, "input_length": count, "output_length": 100} for count in (100, 1000, 1023, 1024, 5000)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert main(["simulate", "bundled", "--trace", str(path), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["variants"]["all"]
+    counts = [figures[name]["mean"] for name in ("num_requests", "num_shortened", "num_rejected")]
+    assert counts == [3, 2, 2]
+    assert figures["output_tokens_per_s"]["mean"] * figures["duration_s"]["mean"] == pytest.approx(100 + 24 + 1)
+
+
+@pytest.mark.parametrize("flags", [(), ("--compare", "eviction=lru,lfu", "--seeds", "2")])
+def test_figures_of_no_request_are_none(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chart = tmp_path / "chart.svg"
+    command = [*SMALL, "--num-kv-blocks", "3", *flags, "--chart", str(chart)]
+    assert main(command) == 1
+    text = capsys.readouterr().out
+    assert "40 of 40 requests were rejected" in text or "80 of 80 requests were rejected" in text
+    assert "0.0 ms" not in text
+    assert "nan" not in text
+    assert ElementTree.fromstring(chart.read_text(encoding="utf-8")).tag.endswith("svg")
+    assert main([*command, "--json"]) == 1
+    for figures in json.loads(capsys.readouterr().out)["variants"].values():
+        assert figures["ttft_p50_s"] == {"mean": None, "half_width": None}
+
+
+@pytest.mark.parametrize("error", [0.02, -0.46])
+def test_the_errors_of_a_fit_are_repeated(error: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    step_time = FittedStepTime(dict.fromkeys(FEATURES, 1e-6))
+    quality = FitQuality(99, 0.03, 0.08, error, 0.97)
+    memory = MemorySettings(specs=(FullAttention(block_size=16, element_bytes=2),), num_blocks=200)
+    path = tmp_path / "steps.json"
+    path.write_text(step_times_json("a test", step_time, quality._asdict(), {"block_size": 16}, memory))
+    command = ["simulate", "--step-times", str(path), "--num-requests", "3", "--input-len", "20", "--output-len", "5"]
+    assert main(command) == 0
+    name, line, *rest = capsys.readouterr().out.splitlines()
+    assert (name, line) == ("a test", quality.lines()[0])
+    assert f"of all together {100 * error:+.1f}%" in line
+    assert rest[0].startswith("Warning: these errors are large") is (error < -0.1)
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fit"] == {**quality._asdict(), "is_large": error < -0.1}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--input-len", "3000"), "together must be at most the context of 1,024 tokens, got 3,128"),
+        (("--output-len", "900", "--system-len", "500"), "give shorter ones, or --shorten to cut the requests"),
+        (("--max-context", "2000"), "max_context must be at most max_model_len (1024), got 2000"),
         (("--hardware", "h900"), "hardware must be one of b200, h100"),
         (("--routing", "random"), "routing must be one of round_robin"),
         (("--traffic", "none"), "traffic must be one of uniform"),

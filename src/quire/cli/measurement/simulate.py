@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quire.measurement.simulation.report import SimulationReport
     from quire.measurement.simulation.study import Scenario, SearchResult
 
-EXIT_NONE_FOUND = 1
+EXIT_NONE_FOUND = EXIT_NONE_SERVED = 1
 # The engine's options that a simulation honours.
 OPTIONS = (
     "revision",
@@ -74,6 +74,7 @@ SHORT = {
     "preemption": "preemption_mode",
     "prefix_caching": "enable_prefix_caching",
 }
+LENGTHS = ("input_len", "output_len", "system_len")
 SWITCH = {"on": True, "off": False}
 # Readers of the values in --compare; values of other options are texts.
 READERS: Mapping[str, Callable[[str], Any]] = {
@@ -101,7 +102,7 @@ def register(subparsers: Subparsers) -> None:
         help="simulate replicas under traffic: latencies, hit rate, capacity and cost, without a GPU",
         description="Serve simulated traffic with the engine's own scheduler and memory. Only the time of a step is a "
         "model: a roofline of named hardware, or one fitted to this machine by python -m quire bench --fit. The exit "
-        "code is 1 where --find finds nothing.",
+        "code is 1 where --find finds nothing, or no request is served.",
     )
     add_engine_options(parser, OPTIONS)
     machine = parser.add_argument_group("machine options").add_mutually_exclusive_group()
@@ -144,6 +145,12 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--traffic", metavar="NAME", help=f"{', '.join(TRAFFIC)} (default uniform)")
     group.add_argument("--trace", metavar="FILE", help="requests of a file, one JSON object a line")
     group.add_argument("--hash-block", type=count, metavar="N", help="tokens for each of hash_ids (default 512)")
+    group.add_argument(
+        "--shorten",
+        action="store_true",
+        help="cut requests whose --input-len, --output-len and --system-len exceed the context, which are refused "
+        "otherwise; those of --traffic and --trace are always cut, and counted",
+    )
     group.add_argument("--time-scale", type=_positive, metavar="X", help="factor of the times of --trace (default 1)")
     defaults = TrafficShape()
     for field in fields(TrafficShape):
@@ -177,32 +184,38 @@ def run(args: argparse.Namespace) -> int:
     if args.chart is not None:
         check_output("chart", args.chart)
     engine = _engine(args)
+    of_engine: dict[str, Any] = {"engine": engine.name}
+    engine_lines = [engine.name]
+    if engine.fit is not None:
+        of_engine["fit"] = {**engine.fit._asdict(), "is_large": engine.fit.is_large}
+        engine_lines += engine.fit.lines()
     first = args.seed
     seeds = range(first, first + (args.seeds or (SEEDS_OF_COMPARISONS if args.compare else 1)))
     shape = None if args.trace else _shape(args, engine)
     if args.find is not None:
         search = _find(args, engine, level, seeds, shape)
-        described = {"engine": engine.name, "find": args.find, "goodput": args.goodput}
+        described = {**of_engine, "find": args.find, "goodput": args.goodput}
         if args.json:
             trials = [{"value": trial.value, "goodput": trial.goodput} for trial in search.trials]
             best = None if search.best is None else search.best.value
             print(json.dumps({**described, "best": best, "trials": trials}))
         else:
-            print("\n".join([engine.name, "", *found_lines(args.find, search, args.goodput)]))
+            print("\n".join([*engine_lines, "", *found_lines(args.find, search, args.goodput)]))
         _draw(args.chart, args.find, {}, search)
         return 0 if search.best is not None else EXIT_NONE_FOUND
     results: dict[str, list[SimulationReport]] = {}
     for name, changes in variants.items():
         results[name] = _scenario(args, engine, level, shape, changes).run_all(seeds)
     if args.json:
-        print(json.dumps({"engine": engine.name, "seeds": len(seeds), "variants": figures_of(results)}))
+        print(json.dumps({**of_engine, "seeds": len(seeds), "variants": figures_of(results)}))
     else:
         lines = (
             comparison_lines(results) if args.compare else report_lines(next(iter(results.values())), level, args.price)
         )
-        print("\n".join([engine.name, "", *lines]))
+        print("\n".join([*engine_lines, "", *lines]))
     _draw(args.chart, None, results, None)
-    return 0
+    is_served = all(any(report.num_requests for report in reports) for reports in results.values())
+    return 0 if is_served else EXIT_NONE_SERVED
 
 
 def _engine(args: argparse.Namespace) -> SimulatedEngine:
@@ -226,17 +239,33 @@ def _shape(args: argparse.Namespace, engine: SimulatedEngine) -> TrafficShape:
     name = args.traffic or "uniform"
     if name not in TRAFFIC:
         raise ConfigError(f"traffic must be one of {', '.join(TRAFFIC)}, got {shown(name)}", field="traffic")
-    chosen: dict[str, Any] = {**TRAFFIC[name], **_given_shape(args)}
-    if engine.max_model_len is not None and "max_context" not in _given_shape(args):
+    given = _given_shape(args)
+    chosen: dict[str, Any] = {**TRAFFIC[name], **given}
+    if engine.max_model_len is not None:
+        if given.get("max_context", 0) > engine.max_model_len:
+            raise ConfigError(
+                f"max_context must be at most max_model_len ({engine.max_model_len}), got {given['max_context']}",
+                field="max_context",
+            )
         chosen["max_context"] = min(chosen.get("max_context", TrafficShape().max_context), engine.max_model_len)
-    return TrafficShape(**chosen)
+    shape = TrafficShape(**chosen)
+    longest = shape.system_len + shape.input_len + shape.output_len
+    if longest > shape.max_context and not args.shorten and not given.keys().isdisjoint(LENGTHS):
+        raise ConfigError(
+            f"system_len, input_len and output_len together must be at most the context of {shape.max_context:,} "
+            f"tokens, got {longest:,}: give shorter ones, or --shorten to cut the requests",
+            field=next(field for field in LENGTHS if field in given),
+        )
+    return shape
 
 
 def _given_shape(args: argparse.Namespace) -> dict[str, Any]:
     return {field.name: getattr(args, field.name) for field in fields(TrafficShape) if hasattr(args, field.name)}
 
 
-def _traffic(args: argparse.Namespace, shape: TrafficShape | None, block_size: int) -> Callable[[int], TrafficSource]:
+def _traffic(
+    args: argparse.Namespace, shape: TrafficShape | None, block_size: int, max_context: int | None
+) -> Callable[[int], TrafficSource]:
     """Return a function from a seed to the requests; the requests of a trace do not depend on the seed."""
     from quire.measurement.simulation.trace_file import HASH_BLOCK_TOKENS, TraceTraffic
 
@@ -254,6 +283,7 @@ def _traffic(args: argparse.Namespace, shape: TrafficShape | None, block_size: i
                 hash_block=args.hash_block or HASH_BLOCK_TOKENS,
                 block_size=block_size,
                 time_scale=args.time_scale or 1.0,
+                max_context=max_context,
             )
     except (OSError, ValueError) as error:
         raise TraceError(f"{args.trace} cannot be read: {reason_of(error)}") from error
@@ -276,7 +306,7 @@ def _scenario(
     return Scenario(
         settings=settings,
         step_time=engine.step_time,
-        traffic=_traffic(args, shape, settings.memory.specs[0].block_size),
+        traffic=_traffic(args, shape, settings.memory.specs[0].block_size, engine.max_model_len),
         num_replicas=num_replicas,
         routing=routing,
         split=_split(args, num_prefill),

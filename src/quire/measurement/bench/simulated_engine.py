@@ -11,6 +11,7 @@ from quire.config import CACHE_DTYPES, DTYPES, CacheDtype, EngineConfig, context
 from quire.errors import ConfigError, shown
 from quire.measurement.bench.hardware import HARDWARE, Hardware, RooflineStepTime
 from quire.measurement.bench.roofline import ModelShape
+from quire.measurement.simulation.replicas.fit import FitQuality
 from quire.measurement.simulation.replicas.replica_settings import ReplicaSettings
 from quire.measurement.simulation.replicas.step_time import FittedStepTime, StepTimeModel
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, least_host_bytes, most_bytes, tokens_bytes
@@ -43,6 +44,7 @@ class SimulatedEngine:
         defaults: defaults of options that differ from `EngineConfig`.
         device: "cpu" or "cuda", which determines the default token budget of a step.
         max_model_len: maximum number of tokens of prompt and output; None if only memory limits it.
+        fit: errors of fitted step times; None for a roofline, and for a file without them.
     """
 
     name: str
@@ -52,6 +54,7 @@ class SimulatedEngine:
     defaults: Mapping[str, Any]
     device: str
     max_model_len: int | None = None
+    fit: FitQuality | None = None
 
     def settings(self, options: Mapping[str, Any]) -> ReplicaSettings:
         """Return the settings of a replica.
@@ -242,6 +245,7 @@ def engine_of_step_times(path: str) -> SimulatedEngine:
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"step_times {path}: memory: {error}", field="memory") from error
     EngineConfig.from_options(**values["engine"])
+    fit = FitQuality.read(values["fit"]) if values.get("fit") else None
 
     def specs(block_size: int) -> tuple[KVCacheSpec, ...]:
         return tuple(replace(spec, block_size=block_size) for spec in memory.specs)  # type: ignore[type-var]
@@ -254,4 +258,5 @@ def engine_of_step_times(path: str) -> SimulatedEngine:
         num_bytes=num_bytes,
         defaults=values["engine"],
         device="cpu",
+        fit=fit,
     )

@@ -183,9 +183,7 @@ def quality_lines(quality: FitQuality, step_time: FittedStepTime) -> list[str]:
     """Return the quality and the coefficients of a fit as lines of text."""
     coefficients = {name: value for name, value in step_time.coefficients.items() if value}
     return [
-        f"{quality.num_steps:,} steps; error of a step: median {100 * quality.median_error:.1f}%, "
-        f"90th percentile {100 * quality.p90_error:.1f}%; of all together {100 * quality.total_error:+.1f}%; "
-        f"{100 * quality.r_squared:.1f}% of the variance explained",
+        *quality.lines(),
         "Microseconds for one of each: "
         + ", ".join(f"{name} {1e6 * value:,.4g}" for name, value in coefficients.items()),
     ]

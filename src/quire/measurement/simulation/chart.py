@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ def draw_variants(results: Mapping[str, Sequence[SimulationReport]]) -> str:
     parts, top = [], MARGIN
     for figure, title, unit, factor in PANELS:
         rows = [(name, means[name][figure]) for name in means]
+        rows = [(name, value) for name, value in rows if not math.isnan(value.mean)]
         scale = max([factor * value.mean for _, value in rows] + [1e-12])
         parts.append(_text(MARGIN, top + 18, f"{title}{f' ({unit})' if unit else ''}", weight="bold"))
         top += TITLE - 8

@@ -62,9 +62,12 @@ NO_LIMITS = ServiceLevel()
 class SimulationReport:
     """The results of one run. Times count from the arrival of a request; only requests that ended have times.
 
+    A percentile of no values is NaN.
+
     Args:
         num_requests: number of requests that ended.
-        num_rejected: number of requests that no replica could ever hold.
+        num_rejected: number of requests that no replica could ever hold, or that are longer than the context.
+        num_shortened: number of requests that were cut to the longest context.
         duration_s: seconds from the start to the end of the last request.
         request_rate, output_tokens_per_s: requests and new tokens per second of `duration_s`.
         goodput: share of all requests, including rejected ones, that ended within all time limits.
@@ -82,6 +85,7 @@ class SimulationReport:
 
     num_requests: int
     num_rejected: int
+    num_shortened: int
     duration_s: float
     request_rate: float
     output_tokens_per_s: float
@@ -106,9 +110,15 @@ class SimulationReport:
 
 
 def report_of(
-    samples: SimulationSamples, totals: FleetTotals, level: ServiceLevel, price_per_hour: float = 0.0
+    samples: SimulationSamples,
+    totals: FleetTotals,
+    level: ServiceLevel,
+    price_per_hour: float = 0.0,
+    *,
+    num_too_long: int = 0,
+    num_shortened: int = 0,
 ) -> SimulationReport:
-    """Return the results of a run."""
+    """Return the results of a run; the last two arguments are of its traffic, see `TrafficSource`."""
     ttft = [first - arrival for first, arrival in zip(samples.first_s, samples.arrivals_s, strict=True)]
     tpot = [
         (ended - first) / (count - 1) if count > 1 else 0.0
@@ -123,14 +133,16 @@ def report_of(
     num_new, num_prompt, duration_s = sum(samples.num_new), sum(samples.num_prompt), totals.duration_s or 1.0
     for values in (ttft, several, e2e):
         values.sort()
+    num_rejected = samples.num_rejected + num_too_long
     cost = price_per_hour * totals.num_replicas * totals.duration_s / 3600
     return SimulationReport(
         num_requests=len(samples),
-        num_rejected=samples.num_rejected,
+        num_rejected=num_rejected,
+        num_shortened=num_shortened,
         duration_s=totals.duration_s,
         request_rate=len(samples) / duration_s,
         output_tokens_per_s=num_new / duration_s,
-        goodput=num_good / max(1, len(samples) + samples.num_rejected),
+        goodput=num_good / max(1, len(samples) + num_rejected),
         good_request_rate=num_good / duration_s,
         ttft_p50_s=_ranked(ttft, 50),
         ttft_p90_s=_ranked(ttft, 90),
@@ -138,8 +150,8 @@ def report_of(
         tpot_p50_s=_ranked(several, 50),
         tpot_p90_s=_ranked(several, 90),
         tpot_p99_s=_ranked(several, 99),
-        itl_p50_s=samples.gap_percentile(0.5) or 0.0,
-        itl_p99_s=samples.gap_percentile(0.99) or 0.0,
+        itl_p50_s=_known(samples.gap_percentile(0.5)),
+        itl_p99_s=_known(samples.gap_percentile(0.99)),
         e2e_p50_s=_ranked(e2e, 50),
         e2e_p99_s=_ranked(e2e, 99),
         hit_rate=sum(samples.num_cached) / num_prompt if num_prompt else 0.0,
@@ -152,8 +164,12 @@ def report_of(
 
 
 def _ranked(ordered: Sequence[float], percent: int) -> float:
-    """Return a percentile: the smallest value that is not exceeded by `percent` of the values; 0 without values."""
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
+    """Return a percentile: the smallest value that is not exceeded by `percent` of the values; NaN without values."""
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else math.nan
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 class Estimate(NamedTuple):
@@ -164,7 +180,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values with its confidence interval by Student's t."""
+    """Return the mean of independent values with its confidence interval by Student's t; NaN if any value is NaN."""
+    if any(map(math.isnan, values)):
+        return Estimate(math.nan, math.nan)
     mean, degrees = statistics.fmean(values), len(values) - 1
     if not degrees:
         return Estimate(mean, math.inf)
@@ -196,6 +214,8 @@ def difference(name: str, reports: Sequence[SimulationReport], others: Sequence[
 
 def verdict(name: str, gap: Estimate) -> str:
     """Return "better" or "worse" if the interval of a difference excludes 0, else "no difference" or "one seed"."""
+    if math.isnan(gap.mean):
+        return "no difference"
     if math.isinf(gap.half_width) or abs(gap.mean) <= gap.half_width or not gap.mean:
         return "no difference" if not math.isinf(gap.half_width) else "one seed"
     return "better" if (gap.mean < 0) == (name in LOWER_IS_BETTER) else "worse"

@@ -78,7 +78,14 @@ class Scenario:
         traffic = self.traffic(seed)
         fleet = self.fleet(traffic)
         totals = fleet.run(traffic.requests())
-        return report_of(fleet.samples, totals, self.level, self.price_per_hour)
+        return report_of(
+            fleet.samples,
+            totals,
+            self.level,
+            self.price_per_hour,
+            num_too_long=traffic.num_too_long,
+            num_shortened=traffic.num_shortened,
+        )
 
     def run_all(self, seeds: Sequence[int]) -> list[SimulationReport]:
         """Simulate the traffic of each seed."""

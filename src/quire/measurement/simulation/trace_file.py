@@ -65,6 +65,8 @@ class TraceTraffic:
         hash_block: tokens of a prompt for each of its `hash_ids`.
         block_size: block size of the memory; prompts of token ids are compared in pieces of this size.
         time_scale: factor of all arrival times; 0.5 doubles the rate.
+        max_context: most tokens of a prompt and its output, as the engine has it: longer outputs are cut, and prompts
+            that leave no room for one are left out. None for no limit.
 
     Raises:
         TraceError: a line is wrong; the message names the file, the line and the field.
@@ -78,6 +80,7 @@ class TraceTraffic:
         hash_block: int = HASH_BLOCK_TOKENS,
         block_size: int = 16,
         time_scale: float = 1.0,
+        max_context: int | None = None,
     ) -> None:
         self._hash_block = hash_block
         self._block_size = block_size
@@ -92,9 +95,13 @@ class TraceTraffic:
                 rows.append(self._read(line, f"{name} line {number}"))
         if not rows:
             raise TraceError(f"{name} has no requests")
-        rows.sort(key=lambda row: row.arrival_s)
-        first_s = rows[0].arrival_s
-        self.rows = [row._replace(arrival_s=(row.arrival_s - first_s) * time_scale) for row in rows]
+        first_s = min(row.arrival_s for row in rows)
+        self.num_shortened = self.num_too_long = 0
+        self.rows = [
+            fitting._replace(arrival_s=(row.arrival_s - first_s) * time_scale)
+            for row in sorted(rows, key=lambda row: row.arrival_s)
+            if (fitting := self._fitted(row, max_context)) is not None
+        ]
 
     def requests(self) -> Iterator[SimulatedRequest]:
         """Yield the requests in the order of their arrivals."""
@@ -103,6 +110,15 @@ class TraceTraffic:
     def follow_up(self, ended: SimulatedRequest, now_s: float) -> SimulatedRequest | None:  # noqa: ARG002
         """Return None, because the trace has all requests."""
         return None
+
+    def _fitted(self, row: SimulatedRequest, max_context: int | None) -> SimulatedRequest | None:
+        """Return a request within the longest context; None if its prompt leaves no room for a new token."""
+        if max_context is None:
+            return row
+        room = max_context - row.num_prompt
+        self.num_too_long += room < 1
+        self.num_shortened += 1 <= room < row.num_new
+        return row._replace(num_new=min(row.num_new, room)) if room >= 1 else None
 
     def _read(self, line: str, where: str) -> SimulatedRequest:
         values = _checked(line, where)

@@ -26,7 +26,15 @@ _FIRST_STREAM = 1 << 16
 
 
 class TrafficSource(Protocol):
-    """The requests of one run, which depend on the seed only."""
+    """The requests of one run, which depend on the seed only.
+
+    Attributes:
+        num_shortened: number of requests so far that were cut to the longest context.
+        num_too_long: number of requests so far whose prompts leave no room in it for a new token; they are left out.
+    """
+
+    num_shortened: int
+    num_too_long: int
 
     def requests(self) -> Iterator[SimulatedRequest]:
         """Yield the requests that do not follow another one, in the order of their arrivals."""
@@ -176,6 +184,7 @@ class SyntheticTraffic:
 
     def __init__(self, shape: TrafficShape, seed: int) -> None:
         self.shape = shape
+        self.num_shortened = self.num_too_long = 0
         self._seed = seed
         self._sessions: dict[int, _Session] = {}
 
@@ -219,8 +228,11 @@ class SyntheticTraffic:
         session.next_stream += 2
         session.left -= 1
         room = shape.max_context - num_tokens(session.spans)
-        num_input = min(_length(rng, shape.input_len, shape.input_sigma), room - 1)
-        num_new = min(_length(rng, shape.output_len, shape.output_sigma), room - num_input)
+        wanted_input = _length(rng, shape.input_len, shape.input_sigma)
+        wanted_new = _length(rng, shape.output_len, shape.output_sigma)
+        num_input = min(wanted_input, room - 1)
+        num_new = min(wanted_new, room - num_input)
+        self.num_shortened += (num_input, num_new) != (wanted_input, wanted_new)
         prompt = (*session.spans, TokenSpan(stream, 0, num_input))
         return SimulatedRequest(arrival_s, prompt, num_new, stream + 1, session=key, turn=turn)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, shown
 from quire.measurement.simulation.replicas.step_time import (
     FEATURES,
     FittedStepTime,
@@ -20,6 +21,14 @@ MIN_STEPS = 30
 # error to the median.
 NUM_ROUNDS = 8
 LARGE_ERROR = 2.5
+# Errors of a fit beyond which its predictions are not to be trusted.
+MAX_TOTAL_ERROR = 0.1
+MAX_MEDIAN_ERROR = 0.2
+MIN_R_SQUARED = 0.9
+WARNING = (
+    "Warning: these errors are large, and predicted times are off by as much or more: measure again on a machine that "
+    "does nothing else, with the number of threads that will serve"
+)
 
 
 class MeasuredStep(NamedTuple):
@@ -44,6 +53,34 @@ class FitQuality(NamedTuple):
     p90_error: float
     total_error: float
     r_squared: float
+
+    @classmethod
+    def read(cls, fields: object) -> FitQuality:
+        """Read the errors from the fields of a file.
+
+        Raises:
+            ConfigError: a field is missing, or no number.
+        """
+        values = [fields.get(name) if isinstance(fields, dict) else None for name in cls._fields]
+        for name, value in zip(cls._fields, values, strict=True):
+            if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+                raise ConfigError(f"fit: {name} must be a number, got {shown(value)}", field="fit")
+        return cls(*values)  # type: ignore[arg-type]
+
+    @property
+    def is_large(self) -> bool:
+        """True if predictions from the fit are not to be trusted."""
+        is_far = abs(self.total_error) > MAX_TOTAL_ERROR or self.median_error > MAX_MEDIAN_ERROR
+        return is_far or self.r_squared < MIN_R_SQUARED
+
+    def lines(self) -> list[str]:
+        """Return the errors as text, with a warning if they are large."""
+        line = (
+            f"{self.num_steps:,} steps; error of a step: median {100 * self.median_error:.1f}%, 90th percentile "
+            f"{100 * self.p90_error:.1f}%; of all together {100 * self.total_error:+.1f}%; "
+            f"{100 * self.r_squared:.1f}% of the variance explained"
+        )
+        return [line, *((WARNING,) if self.is_large else ())]
 
 
 def fit_step_time(steps: Sequence[MeasuredStep]) -> tuple[FittedStepTime, FitQuality]:
