@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.server.generation.llama_cpp_fields import ALIASES, KNOWN, UNSUPPORTED, WITHOUT_EFFECT, translate
+from quire.server.generation.llama_cpp_fields import ALIASES, UNSUPPORTED, WINDOW, WITHOUT_EFFECT, translate
 from quire.server.protocols import chat_completions, completions
 from quire.server.requests.fields import Fields
 from tests.server import checkpoint
@@ -93,10 +93,11 @@ def test_errors_name_the_clients_field(server: ServerProcess, path: str, fields:
 
 
 def test_every_field_is_in_one_table() -> None:
-    assert len(KNOWN) == len({*KNOWN})
+    known = (*ALIASES, *UNSUPPORTED, *WITHOUT_EFFECT, WINDOW)
+    assert len(known) == len({*known})
     for module in (completions, chat_completions):
-        assert {*KNOWN} <= {*module.KNOWN_FIELDS}
-        assert UNSUPPORTED.keys() <= module.UNSUPPORTED.keys()
+        assert {*known} <= module.FIELDS.names
+        assert UNSUPPORTED.keys() <= module.FIELDS.refused.keys()
     for name in WITHOUT_EFFECT:
         same, _ = translate(Fields({name: 3}), 10)
         assert same.as_dict() == {name: 3}

@@ -10,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+from quire.server.protocols.anthropic_messages import read_chat_fields
+from quire.server.requests.fields import Fields
 from quire.server.settings import REASONING_PARSERS
 from quire.text.reasoning import REASONING_FORMATS
 from tests.server import reasoning_checkpoint
@@ -139,6 +141,22 @@ def test_switches_that_the_template_lacks_are_warned_of_once(thinker: ServerProc
     log = thinker.log.read_text()
     assert log.count("does not use 'no_such_switch'") == log.count("does not use 'self'") == 1
     assert "'reasoning_effort'" not in log
+
+
+def test_an_effort_of_anthropics_clients_is_the_templates_and_no_switch(thinker: ServerProcess) -> None:
+    def tokens_of(**more: Any) -> list[int]:
+        body = {"messages": USER, "max_tokens": 1, **more}
+        answer = thinker.post("/prompt_tokens", {"path": "/v1/messages", "body": body})
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["tokens"])
+
+    off, effort = {"thinking": {"type": "disabled"}}, {"output_config": {"effort": "high"}}
+    assert tokens_of(**effort) == tokens_of() != tokens_of(**off) == tokens_of(**off, **effort)
+    state: Any = None
+    body = {"messages": USER, "max_tokens": 1, **effort}
+    assert read_chat_fields(state, Fields(body))["chat_template_kwargs"] == {"reasoning_effort": "high"}
+    refused = thinker.post("/v1/messages", {**body, "output_config": {"effort": "none"}})
+    assert refused.json()["error"]["message"].startswith("output_config.effort must be one of low, medium, high")
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.errors import InvalidParameter
 from quire.server.generation import sampling
-from quire.server.protocols import chat_completions, completions
 from quire.server.requests.fields import Fields
 from tests.config.test_resolve import resolved
 
@@ -74,18 +73,3 @@ def test_options_are_honoured_or_refused(body: dict[str, Any], field: str) -> No
 def test_a_priority_needs_its_policy() -> None:
     config = resolved(scheduling_policy="priority")
     assert [sampling.read_options(Fields({"priority": value}), config).priority for value in (-5, None)] == [-5, 0]
-
-
-@pytest.mark.parametrize("table", [completions.UNSUPPORTED, chat_completions.UNSUPPORTED])
-def test_every_neutral_value_passes_and_anything_else_is_refused(table: Any) -> None:
-    for field, (neutral, _) in table.items():
-        for value in (None, *neutral):
-            Fields({field: value}).refuse(table)
-        with pytest.raises(UnsupportedFeature) as caught:
-            Fields({field: {"something": "else"}}).refuse(table)
-        assert caught.value.field == field
-
-
-def test_a_zero_is_not_a_false() -> None:
-    with pytest.raises(UnsupportedFeature):
-        Fields({"echo": 0}).refuse(chat_completions.UNSUPPORTED)

@@ -13,26 +13,34 @@ from typing import Any, NamedTuple
 
 from quire.server.operations import pins
 from quire.server.protocols import anthropic_messages, chat_completions, completions, ollama, responses, tokens
+from quire.server.requests.fields import RouteFields
 from tests.server.hostile import forms, http_cases, values
 
 MAX_BODY = 8 << 20
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES, OLLAMA = "/v1/messages", "/api/chat"
 USER = [{"role": "user", "content": "hi"}]
+
+
+def names(fields: RouteFields) -> Sequence[str]:
+    """Return the names of the fields of a route's body, in one order."""
+    return sorted(name for name in fields.names if "." not in name)
+
+
 # Each POST route with its fields, of which some are sent at random, and what makes a body whole.
 ROUTES: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
-    COMPLETIONS: (completions.KNOWN_FIELDS, {"prompt": "Z", "max_tokens": 4}),
-    CHAT: (chat_completions.KNOWN_FIELDS, {"messages": USER, "max_tokens": 4}),
-    MESSAGES: (anthropic_messages.KNOWN_FIELDS, {"messages": USER, "max_tokens": 4}),
-    "/v1/messages/count_tokens": (anthropic_messages.KNOWN_FIELDS, {"messages": USER}),
-    "/v1/responses": (responses.KNOWN_FIELDS, {"input": "hi", "max_output_tokens": 4}),
-    OLLAMA: (ollama.KNOWN_FIELDS, {"messages": USER, "options": {"num_predict": 4}}),
-    "/api/generate": (ollama.KNOWN_FIELDS, {"prompt": "hi", "options": {"num_predict": 4}}),
-    "/api/show": (ollama.KNOWN_FIELDS, {"model": "tiny"}),
-    "/tokenize": (tokens.KNOWN_FIELDS, {"prompt": "Z"}),
-    "/detokenize": (tokens.KNOWN_FIELDS, {"tokens": [5, 6]}),
-    "/pin_prefix": (pins.KNOWN_FIELDS, {"name": "p", "prompt": [5] * 40}),
-    "/unpin_prefix": (pins.KNOWN_FIELDS, {"name": "p"}),
+    COMPLETIONS: (names(completions.FIELDS), {"prompt": "Z", "max_tokens": 4}),
+    CHAT: (names(chat_completions.FIELDS), {"messages": USER, "max_tokens": 4}),
+    MESSAGES: (names(anthropic_messages.FIELDS), {"messages": USER, "max_tokens": 4}),
+    "/v1/messages/count_tokens": (names(anthropic_messages.FIELDS), {"messages": USER}),
+    "/v1/responses": (names(responses.FIELDS), {"input": "hi", "max_output_tokens": 4}),
+    OLLAMA: (names(ollama.CHAT_FIELDS), {"messages": USER, "options": {"num_predict": 4}}),
+    "/api/generate": (names(ollama.GENERATE_FIELDS), {"prompt": "hi", "options": {"num_predict": 4}}),
+    "/api/show": (names(ollama.SHOW_FIELDS), {"model": "tiny"}),
+    "/tokenize": (names(tokens.TOKENIZE_FIELDS), {"prompt": "Z"}),
+    "/detokenize": (names(tokens.DETOKENIZE_FIELDS), {"tokens": [5, 6]}),
+    "/pin_prefix": (names(pins.FIELDS), {"name": "p", "prompt": [5] * 40}),
+    "/unpin_prefix": (names(pins.FIELDS), {"name": "p"}),
     "/reset_prefix_cache": ((), {}),
 }
 # Fields whose values are numbers, as far as extremes go.

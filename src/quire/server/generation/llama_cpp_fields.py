@@ -59,14 +59,30 @@ UNSUPPORTED: Final[Mapping[str, Refusal]] = {
     "multimodal_data": (([],), "the model reads text only"),
     "system_prompt": (("",), "send it as a message"),
 }
-# Fields of caches, slots and drafts, which change no answer here, and settings of methods that are refused above.
-WITHOUT_EFFECT: Final = (
-    *("cache_prompt", "id_slot", "slot_id", "n_cache_reuse", "n_keep", "n_discard", "backend_sampling"),
-    *("xtc_threshold", "dynatemp_exponent", "mirostat_tau", "mirostat_eta", "adaptive_decay"),
-    *("sse_ping_interval", "reasoning_control"),
-    *(f"speculative.{name}" for name in ("n_max", "n_min", "p_min", "type")),
-    *(f"speculative.ngram_{name}" for name in ("size_n", "size_m", "min_hits")),
-)
+# Fields that change no answer here, with the reason.
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("cache_prompt", "id_slot", "slot_id", "n_cache_reuse", "n_keep", "n_discard"),
+        "the cache belongs to all requests, and there are no slots",
+    ),
+    **dict.fromkeys(
+        ("xtc_threshold", "dynatemp_exponent", "mirostat_tau", "mirostat_eta", "adaptive_decay"),
+        "a setting of a method that is refused",
+    ),
+    **dict.fromkeys(
+        (
+            *(f"speculative.{name}" for name in ("n_max", "n_min", "p_min", "type")),
+            *(f"speculative.ngram_{name}" for name in ("size_n", "size_m", "min_hits")),
+        ),
+        "drafts change no answer, and are the server's option",
+    ),
+    "backend_sampling": "where tokens are drawn changes none of them",
+    "sse_ping_interval": "the server's --ping-interval sets it",
+    "reasoning_control": "the end of thinking cannot be asked for while it goes on",
+    **dict.fromkeys(
+        ("timings_per_token", "return_progress", "verbose"), "/metrics and the usage have figures; the text is the same"
+    ),
+}
 # Number of last tokens that penalties count. This server counts the whole context, for which the number is -1.
 WINDOW: Final = "repeat_last_n"
 WHOLE_CONTEXT: Final = -1
@@ -77,7 +93,6 @@ PENALTIES: Final[Mapping[str, float]] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
 }
-KNOWN: Final = (*ALIASES, *UNSUPPORTED, *WITHOUT_EFFECT, WINDOW)
 
 
 def check_window(fields: Fields) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from quire.config import ResolvedConfig
 from quire.errors import InvalidParameter
 from quire.sequences.params import NO_CHOICE, SamplingParams
-from quire.server.generation import structured_fields
+from quire.server.generation import llama_cpp_fields, structured_fields
 from quire.server.requests.fields import Fields, Refusal
 
 # Parameters that a route computes itself, or that clients do not set.
@@ -21,18 +21,32 @@ SAMPLING_FIELDS: Final = tuple(
     for item in fields_of(SamplingParams)
     if item.init and item.metadata.get("has_flag", True) and item.name not in _OTHER_PARAMETERS
 )
-# Labels for the client's own records, and hints that change no output; the server ignores them.
-TEXT_LABELS = (
-    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("service_tier", "verbosity"),
+_LABEL: Final = "a label for the client's own records"
+_CACHED: Final = "all prefixes are cached; cache_salt keeps them apart"
+# Labels and hints that change no answer, with the reason.
+LABELS: Final[Mapping[str, str]] = {
+    "user": _LABEL,
+    "safety_identifier": _LABEL,
+    "metadata": _LABEL,
+    "prompt_cache_key": _CACHED,
+    "prompt_cache_retention": _CACHED,
+    "prompt_cache_options": _CACHED,
+    "store": "nothing is stored",
+    "service_tier": "there is one tier",
+    "verbosity": "no model here was trained on it; the prompt can ask for short answers",
+    "prediction": "a hint for speed; drafts are the server's option",
+}
+_TEXT_LABELS: Final = (
+    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "verbosity"),
 )
-LABEL_FIELDS = (*TEXT_LABELS, "metadata", "store", "prediction")
 OPTION_FIELDS = (
     "model",
     "max_tokens",
     "logprobs",
     "stream",
     "stream_options",
+    "stream_options.include_usage",
+    "stream_options.continuous_usage_stats",
     "use_beam_search",
     "add_special_tokens",
     "priority",
@@ -50,7 +64,13 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "prompt_embeds": ((), "a prompt is text or token ids"),
     "media": ((), "a prompt is text or token ids"),
     "vllm_xargs": (({},), "it names another engine's internals"),
+    "moderation": ((), "the server judges no texts"),
     "tenant": ((), "a header of the operator's gateway names the tenant; cache_salt is the client's own"),
+}
+NEUTRAL: Final[Mapping[str, str]] = {
+    **LABELS,
+    **llama_cpp_fields.WITHOUT_EFFECT,
+    "stream_options.include_obfuscation": "streams have no padding",
 }
 # Fields that no route may ignore, since a client that sends them relies on their effect.
 NEVER_IGNORED: Mapping[str, Refusal] = {name: UNSUPPORTED[name] for name in ("tenant", "media")}
@@ -83,7 +103,7 @@ class Options:
 
 def read_options(fields: Fields, config: ResolvedConfig) -> Options:
     """Read the options of both routes other than sampling parameters."""
-    for label in TEXT_LABELS:
+    for label in _TEXT_LABELS:
         fields.text(label)
     fields.object("metadata")
     fields.flag("store")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,10 +12,12 @@ from quire.sequences.lora import LoRARequest
 from quire.server.generation.generation import json_response
 from quire.server.protocols.models import adapter_card
 from quire.server.requests.errors import ApiError
-from quire.server.requests.fields import Fields
+from quire.server.requests.fields import Fields, RouteFields
 from quire.server.state.state import ServerState
 
-KNOWN_FIELDS = ("lora_name", "lora_path", "lora_int_id", "load_inplace")
+FIELDS: Final = RouteFields(
+    ("lora_name", "lora_path", "load_inplace"), {}, {"lora_int_id": "the name is what tells adapters apart"}
+)
 
 
 async def load_lora_adapter(state: ServerState, request: Request) -> Response:
@@ -41,7 +45,7 @@ async def _read(state: ServerState, request: Request) -> Fields:
             code="runtime_lora_updating_off",
         )
     fields = Fields(await state.bodies.read_object(request))
-    fields.log_unknown(KNOWN_FIELDS)
+    fields.check(FIELDS)
     return fields
 
 

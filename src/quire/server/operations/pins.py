@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.inputs.prompts import Prompt
 from quire.errors import InvalidParameter
 from quire.server.generation.generation import json_response
-from quire.server.generation.sampling import UNSUPPORTED as NEVER_SUPPORTED
+from quire.server.generation.sampling import NEVER_IGNORED
 from quire.server.generation.served_model import lora_request
 from quire.server.protocols.chat_completions import render_chat
 from quire.server.protocols.models import read_fields
 from quire.server.requests.errors import stopping
 from quire.server.requests.field_names import naming_prompt
-from quire.server.requests.fields import Fields, Refusal
+from quire.server.requests.fields import Fields, RouteFields
 from quire.server.state.state import ServerState
 from quire.server.state.tenants import read_tenant
 from quire.text.tool_calls import read_tools
 
-UNSUPPORTED: dict[str, Refusal] = {
-    "chat_template": ((), "templates come with the model, never from requests"),
-    "continue_final_message": ((False,), "pin the text as a prompt"),
-    **{field: NEVER_SUPPORTED[field] for field in ("media", "tenant")},
-}
-KNOWN_FIELDS = (
-    *UNSUPPORTED,
-    "model",
-    "name",
-    "prompt",
-    "messages",
-    "tools",
-    "cache_salt",
-    "add_special_tokens",
-    "add_generation_prompt",
-    "chat_template_kwargs",
-    "reasoning_effort",
+FIELDS: Final = RouteFields(
+    honoured=(
+        *("model", "name", "prompt", "messages", "tools", "cache_salt", "add_special_tokens"),
+        *("add_generation_prompt", "chat_template_kwargs", "reasoning_effort"),
+    ),
+    refused={
+        **NEVER_IGNORED,
+        "chat_template": ((), "templates come with the model, never from requests"),
+        "continue_final_message": ((False,), "pin the text as a prompt"),
+    },
+    neutral={},
 )
 
 
 async def pin_prefix(state: ServerState, request: Request) -> Response:
     """Answer `POST /pin_prefix`: compute a prompt if it is not cached, and pin its full blocks under a name."""
     tenant = read_tenant(state.config, request)
-    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
+    fields = await read_fields(state, request, FIELDS)
     has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
     if has_prompt == has_messages:
         raise InvalidParameter("prompt", fields.get("prompt"), "given, or else messages")
@@ -69,7 +65,7 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
 async def unpin_prefix(state: ServerState, request: Request) -> Response:
     """Answer `POST /unpin_prefix`: release the blocks under a name."""
     tenant = read_tenant(state.config, request)
-    await state.llm.unpin_prefix(_name(await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)), tenant)
+    await state.llm.unpin_prefix(_name(await read_fields(state, request, FIELDS)), tenant)
     return json_response({})
 
 

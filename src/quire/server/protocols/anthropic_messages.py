@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,7 +14,7 @@ from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature, shown
 from quire.server.admission.usage import TokenCount
 from quire.server.generation.generation import json_response
-from quire.server.generation.sampling import NEVER_IGNORED
+from quire.server.generation.sampling import LABELS, NEVER_IGNORED
 from quire.server.generation.served_model import model_name
 from quire.server.http import sse
 from quire.server.protocols.chat_completions import ChatExtras
@@ -34,25 +34,49 @@ from quire.server.protocols.chat_protocols import (
 )
 from quire.server.protocols.models import read_fields
 from quire.server.requests.errors import REQUEST_ID, ApiError
-from quire.server.requests.fields import Fields, Refusal
+from quire.server.requests.fields import Fields, RouteFields
 from quire.server.state.state import ServerState
 from quire.text.chat.messages import SANITIZE
 from quire.text.tool_calls import CallDelta
 from quire.text.tool_calls.calls import Piece
 
 SAME_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "stream", *OWN_OPTIONS)
-UNSUPPORTED: Mapping[str, Refusal] = {
-    **NEVER_IGNORED,
-    "container": ((), "the server runs no code"),
-    "mcp_servers": (([],), "the server connects to no other one"),
-    "speed": (("standard",), "there is one speed"),
-    "service_tier": (("auto", "standard_only"), "there is one tier"),
-}
-KNOWN_FIELDS = (
-    *SAME_FIELDS,
-    *UNSUPPORTED,
-    *("model", "system", "messages", "tools", "tool_choice", "stop_sequences"),
-    *("thinking", "output_config", "metadata", "cache_control"),
+EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
+# The one edit that keeps all of a conversation.
+KEPT_THINKING: Final = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+FIELDS: Final = RouteFields(
+    honoured=(
+        *SAME_FIELDS,
+        *("model", "system", "messages", "tools", "tool_choice", "stop_sequences"),
+        *("thinking", "thinking.type", "thinking.budget_tokens", "thinking.display"),
+        *("output_config", "output_config.format", "output_config.effort"),
+        *("tool_choice.type", "tool_choice.name", "tool_choice.disable_parallel_tool_use"),
+    ),
+    refused={
+        **NEVER_IGNORED,
+        "container": ((), "the server runs no code"),
+        "mcp_servers": (([],), "the server connects to no other one"),
+        "speed": (("standard",), "there is one speed"),
+        "service_tier": (("auto", "standard_only"), "there is one tier"),
+        "inference_geo": (("global", "not_available"), "the server computes where it is"),
+        "context_management": (({}, {"edits": []}, KEPT_THINKING), "the conversation is used as it is"),
+        "compaction": ((), "the server summarises no conversation"),
+        "thread": ((), "the server stores no messages; send the whole conversation"),
+        "output_config.task_budget": ((), "use max_tokens"),
+        "output_format": ((), "it is an older name of output_config.format"),
+    },
+    neutral={
+        "metadata": LABELS["metadata"],
+        "user_profile_id": LABELS["metadata"],
+        "workspace_id": LABELS["metadata"],
+        "cache_control": LABELS["prompt_cache_key"],
+        "diagnostics": "the log and /kv have the reasons of cache misses",
+        "billing_policy": "nothing is billed",
+        "fallbacks": "the server declines no request on account of its contents",
+        "fallback_credit_token": "nothing is billed",
+        "betas": "a header of the protocol, without effect",
+    },
+    objects=("thinking", "output_config", "tool_choice"),
 )
 # Patterns of a chat's fields -> the protocol's names.
 NAMES: Sequence[tuple[str, str]] = (
@@ -71,7 +95,7 @@ FORMAT = sse.StreamFormat(is_named=True, ping='event: ping\ndata: {"type":"ping"
 
 async def messages(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/messages`."""
-    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
+    fields = await read_fields(state, request, FIELDS)
     if fields.get("max_tokens") is None:
         raise InvalidParameter("max_tokens", None, "an integer of at least 1")
     answer_id = f"msg_{request.scope[REQUEST_ID]}"
@@ -88,7 +112,7 @@ async def messages(state: ServerState, request: Request) -> ASGIApp:
 
 async def count_tokens(state: ServerState, request: Request) -> Response:
     """Answer `POST /v1/messages/count_tokens`: the length of the prompt, as `usage` would have it."""
-    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
+    fields = await read_fields(state, request, FIELDS)
     return json_response({"input_tokens": await count_chat(state, read_chat_fields(state, fields), rename)})
 
 
@@ -119,6 +143,12 @@ def read_chat_fields(state: ServerState, fields: Fields) -> dict[str, Any]:
     thinking = fields.object("thinking")
     if thinking is not None:
         chat |= _read_thinking(state, thinking, has_tools=bool(chat["tools"]))
+    effort = None if config is None else config.text("effort")
+    if effort is not None:
+        if effort not in EFFORTS:
+            raise InvalidParameter("output_config.effort", effort, f"one of {', '.join(EFFORTS)}")
+        # Unlike `reasoning_effort` of a chat, it turns thinking neither on nor off.
+        chat["chat_template_kwargs"] = {"reasoning_effort": effort, **chat.get("chat_template_kwargs", {})}
     return chat
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -29,7 +29,7 @@ from quire.server.generation.tool_use import TOOL_FIELDS, read_tool_use
 from quire.server.http.json_stream import JsonArray
 from quire.server.protocols.models import read_fields
 from quire.server.requests.field_names import renaming
-from quire.server.requests.fields import Fields, Refusal
+from quire.server.requests.fields import Fields, RouteFields
 from quire.server.state.state import ServerState
 from quire.text.chat.chat_prompt import ChatPrompt
 from quire.text.reasoning import ReasoningSplit
@@ -49,27 +49,30 @@ OWN_FIELDS = (
     *TOOL_FIELDS,
     *REASONING_FIELDS,
 )
-UNSUPPORTED: Mapping[str, Refusal] = {
-    **sampling.UNSUPPORTED,
-    **llama_cpp_fields.UNSUPPORTED,
-    "functions": (([],), USE_TOOLS),
-    "function_call": (("none",), USE_TOOLS),
-    "audio": ((), "the model writes text only"),
-    "modalities": ((["text"],), "the model writes text only"),
-    "web_search_options": ((), "the server connects to no other one"),
-    "chat_template": ((), "templates come with the model, never from requests"),
-    "documents": (([],), "put them into a message"),
-    "echo": ((False,), "use /v1/completions"),
-    "mm_processor_kwargs": (({},), "the model reads text only"),
-}
-KNOWN_FIELDS = (
-    *sampling.SAMPLING_FIELDS,
-    *llama_cpp_fields.KNOWN,
-    *structured_fields.STRUCTURED_FIELDS,
-    *sampling.LABEL_FIELDS,
-    *sampling.OPTION_FIELDS,
-    *UNSUPPORTED,
-    *OWN_FIELDS,
+FIELDS: Final = RouteFields(
+    honoured=(
+        *sampling.SAMPLING_FIELDS,
+        *llama_cpp_fields.ALIASES,
+        llama_cpp_fields.WINDOW,
+        *structured_fields.STRUCTURED_FIELDS,
+        *sampling.OPTION_FIELDS,
+        *OWN_FIELDS,
+    ),
+    refused={
+        **sampling.UNSUPPORTED,
+        **llama_cpp_fields.UNSUPPORTED,
+        "functions": (([],), USE_TOOLS),
+        "function_call": (("none",), USE_TOOLS),
+        "audio": ((), "the model writes text only"),
+        "modalities": ((["text"],), "the model writes text only"),
+        "web_search_options": ((), "the server connects to no other one"),
+        "chat_template": ((), "templates come with the model, never from requests"),
+        "documents": (([],), "put them into a message"),
+        "echo": ((False,), "use /v1/completions"),
+        "mm_processor_kwargs": (({},), "the model reads text only"),
+    },
+    neutral=sampling.NEUTRAL,
+    objects=("stream_options",),
 )
 
 
@@ -94,7 +97,7 @@ class ChatExtras:
 
 async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/chat/completions`."""
-    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
+    fields = await read_fields(state, request, FIELDS)
     body, name_of = llama_cpp_fields.translate(fields, state.llm.resolved.max_model_len)
     with renaming(name_of):
         job, extras = read_chat(state, body)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -27,7 +27,7 @@ from quire.server.generation.logprob_fields import (
 from quire.server.http.json_stream import JsonArray
 from quire.server.protocols.models import read_fields
 from quire.server.requests.field_names import renaming
-from quire.server.requests.fields import Fields, Refusal
+from quire.server.requests.fields import Fields, Refusal, RouteFields
 from quire.server.state.state import ServerState
 from quire.text.tokenizers.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizers.tokenizer import Tokenizer
@@ -38,23 +38,32 @@ MAX_SEQUENCES = 1024
 Prompt = str | list[int]
 # The client's names of fields, by the engine's.
 FIELD_ALIASES: Mapping[str, str] = {"prompt_token_ids": "prompt"}
-OWN_FIELDS = ("prompt", "echo", "suffix")
-UNSUPPORTED: Mapping[str, Refusal] = {
-    **sampling.UNSUPPORTED,
-    **llama_cpp_fields.UNSUPPORTED,
-    "suffix": (("",), "the models served here continue a text, they do not fill one in"),
-}
 # The names of llama.cpp, and the one that only chats have in OpenAI's protocol.
-BODY_ALIASES: Mapping[str, str] = {**llama_cpp_fields.ALIASES, "max_completion_tokens": "max_tokens"}
-KNOWN_FIELDS = (
-    *sampling.SAMPLING_FIELDS,
-    *llama_cpp_fields.KNOWN,
-    *BODY_ALIASES,
-    *structured_fields.STRUCTURED_FIELDS,
-    *sampling.LABEL_FIELDS,
-    *sampling.OPTION_FIELDS,
-    *UNSUPPORTED,
-    *OWN_FIELDS,
+BODY_ALIASES: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens",
+    **{name: ours for name, ours in llama_cpp_fields.ALIASES.items() if ours != "thinking_token_budget"},
+}
+_NO_LIMIT: Final = (llama_cpp_fields.NO_LIMIT,)
+_OF_CHATS: Refusal = ((), "it is a field of chats; use /v1/chat/completions")
+FIELDS: Final = RouteFields(
+    honoured=(
+        *sampling.SAMPLING_FIELDS,
+        *BODY_ALIASES,
+        llama_cpp_fields.WINDOW,
+        *structured_fields.STRUCTURED_FIELDS,
+        *sampling.OPTION_FIELDS,
+        *("prompt", "echo"),
+    ),
+    refused={
+        **sampling.UNSUPPORTED,
+        **llama_cpp_fields.UNSUPPORTED,
+        "suffix": (("",), "the models served here continue a text, they do not fill one in"),
+        **dict.fromkeys(("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"), _OF_CHATS),
+        **dict.fromkeys(("reasoning_effort", "include_reasoning", "thinking_token_budget"), _OF_CHATS),
+        **dict.fromkeys(("reasoning_budget_tokens", "thinking_budget_tokens"), (_NO_LIMIT, _OF_CHATS[1])),
+    },
+    neutral=sampling.NEUTRAL,
+    objects=("stream_options",),
 )
 
 
@@ -81,7 +90,7 @@ class CompletionExtras:
 
 async def completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/completions`."""
-    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
+    fields = await read_fields(state, request, FIELDS)
     body, name_of = llama_cpp_fields.translate(fields, state.llm.resolved.max_model_len, BODY_ALIASES)
     with renaming(name_of):
         job, extras, prompts = read_completion(state, body)

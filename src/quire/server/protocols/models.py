@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -10,7 +9,7 @@ from starlette.responses import Response
 
 from quire.server.generation.generation import json_response
 from quire.server.generation.served_model import choose_model
-from quire.server.requests.fields import Fields, Refusal
+from quire.server.requests.fields import Fields, RouteFields
 from quire.server.state.state import ServerState
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
@@ -32,13 +31,10 @@ async def show_model(state: ServerState, request: Request) -> Response:
     return json_response(_card(state, name) if adapter is None else adapter_card(state, adapter))
 
 
-async def read_fields(
-    state: ServerState, request: Request, unsupported: Mapping[str, Refusal], field_names: Collection[str]
-) -> Fields:
+async def read_fields(state: ServerState, request: Request, known: RouteFields) -> Fields:
     """Return the fields of a request for the served model or one of its adapters."""
     fields = Fields(await state.bodies.read_object(request))
-    fields.refuse(unsupported)
-    fields.log_unknown(field_names)
+    fields.check(known)
     name = fields.text("model")
     if name is not None:
         choose_model(state, request, name)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,25 +35,11 @@ from quire.server.protocols.chat_protocols import (
 )
 from quire.server.protocols.completions import read_completion
 from quire.server.requests.errors import REQUEST_ID, ApiError
-from quire.server.requests.fields import Fields, Refusal
+from quire.server.requests.fields import Fields, Refusal, RouteFields
 from quire.server.state.state import ServerState
 from quire.text.tool_calls import CallDelta
 
 NO_IMAGES: Refusal = (([],), "the model reads text only")
-UNSUPPORTED: Mapping[str, Refusal] = {
-    **NEVER_IGNORED,
-    "images": NO_IMAGES,
-    "logprobs": ((False,), "use /v1/chat/completions for log probabilities"),
-    "suffix": (("",), "the models served here continue a text, they do not fill one in"),
-    "template": (("",), "templates come with the model, never from requests"),
-    "context": (([],), "send the conversation to /api/chat"),
-}
-KNOWN_FIELDS = (
-    *OWN_OPTIONS,
-    *UNSUPPORTED,
-    *("model", "name", "messages", "prompt", "system", "raw", "tools", "format", "options", "stream", "think"),
-    *("keep_alive", "top_logprobs"),
-)
 # The options of a request, and their names in a chat.
 OPTIONS: Mapping[str, str] = {
     "num_predict": "max_tokens",
@@ -72,15 +58,62 @@ NAMES: Sequence[tuple[str, str]] = (  # patterns of a chat's other fields -> Oll
     (r"^(messages\[\d+\])\.reasoning_content$", r"\1.thinking"),
     (r"^(messages\[\d+\])\.name$", r"\1.tool_name"),
 )
-UNSUPPORTED_OPTIONS: Mapping[str, Refusal] = {
-    "mirostat": ((0,), "use min_p, top_n_sigma or typical_p of /v1/chat/completions"),
-    "tfs_z": ((1, 1.0), "use min_p"),
-}
 # Options of Ollama's own loading and memory: this server's options have been set at its start.
 LOAD_OPTIONS = (
     *("num_ctx", "num_batch", "num_gpu", "num_thread", "num_keep", "main_gpu", "numa", "low_vram", "f16_kv"),
     *("use_mmap", "use_mlock", "vocab_only", "logits_all", "embedding_only", "penalize_newline"),
-    *("mirostat_tau", "mirostat_eta"),
+)
+_NEUTRAL_OPTIONS: Mapping[str, str] = {
+    **dict.fromkeys(LOAD_OPTIONS, "set at the server's start"),
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), "a setting of a method that is refused"),
+}
+NEUTRAL: Mapping[str, str] = {
+    "keep_alive": "the model stays loaded",
+    **{f"options.{name}": why for name, why in _NEUTRAL_OPTIONS.items()},
+}
+_CHAT_HAS_IT: Refusal = (([],), "send the conversation to /api/chat")
+_MESSAGES_HAVE_IT: Refusal = (("", False, []), "send it in messages")
+
+
+def _fields(honoured: tuple[str, ...], refused: Mapping[str, Refusal]) -> RouteFields:
+    """Return the fields of a generating route, beside those that both have."""
+    return RouteFields(
+        honoured=(
+            *OWN_OPTIONS,
+            *("model", "name", "format", "options", "stream", "think"),
+            *honoured,
+            *(f"options.{name}" for name in (*OPTIONS, WINDOW)),
+        ),
+        refused={
+            **NEVER_IGNORED,
+            "logprobs": ((False,), "use /v1/chat/completions for log probabilities"),
+            "template": (("",), "templates come with the model, never from requests"),
+            "options.mirostat": ((0,), "use min_p, top_n_sigma or typical_p of /v1/chat/completions"),
+            "options.tfs_z": ((1, 1.0), "use min_p of the options"),
+            **refused,
+        },
+        neutral={**NEUTRAL, "top_logprobs": "logprobs is refused"},
+        objects=("options",),
+    )
+
+
+CHAT_FIELDS: Final = _fields(
+    ("messages", "tools"),
+    dict.fromkeys(("prompt", "system", "raw", "suffix", "context", "images"), _MESSAGES_HAVE_IT),
+)
+GENERATE_FIELDS: Final = _fields(
+    ("prompt", "system", "raw"),
+    {
+        **dict.fromkeys(("messages", "tools", "context"), _CHAT_HAS_IT),
+        "images": NO_IMAGES,
+        "suffix": (("",), "the models served here continue a text, they do not fill one in"),
+        **dict.fromkeys(("width", "height", "steps"), ((0,), "the model makes no images")),
+    },
+)
+SHOW_FIELDS: Final = RouteFields(
+    ("model", "name"),
+    dict.fromkeys(("template", "system"), (("",), "it shows the model as it is served")),
+    dict.fromkeys(("verbose", "options"), "the answer has all that is shown of the model"),
 )
 MAX_PREDICT = 2**31 - 1
 WHOLE_OPTIONS = ("num_predict", "top_k", "seed")  # which clients also send as 8.0
@@ -93,7 +126,7 @@ LATEST = ":latest"
 
 async def chat(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /api/chat`."""
-    fields = await _read(state, request)
+    fields = await read_body(state, request, CHAT_FIELDS)
     if fields.get("messages") in (None, []):
         return _loaded(state, {"message": {"role": "assistant", "content": ""}})
     return await answer_chat(
@@ -103,7 +136,7 @@ async def chat(state: ServerState, request: Request) -> ASGIApp:
 
 async def generate(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /api/generate`: a prompt as a conversation of one message, or unchanged with `raw`."""
-    fields = await _read(state, request)
+    fields = await read_body(state, request, GENERATE_FIELDS)
     prompt, is_raw, values = fields.text("prompt"), fields.flag("raw"), read_prompt(fields)
     if not prompt:
         return _loaded(state, {"response": ""})
@@ -151,7 +184,7 @@ async def running(state: ServerState, request: Request) -> Response:  # noqa: AR
 
 async def show(state: ServerState, request: Request) -> Response:
     """Answer `POST /api/show`."""
-    fields = await _read(state, request)
+    fields = await read_body(state, request, SHOW_FIELDS)
     required_text(fields, "model" if fields.get("name") is None else "name")
     tokenizer, resolved, defaults = state.llm.tokenizer, state.llm.resolved, state.llm.default_sampling_params()
     template = None if tokenizer is None else tokenizer.chat_template
@@ -185,17 +218,10 @@ async def version(state: ServerState, request: Request) -> Response:  # noqa: AR
     return json_response({"version": state.version})
 
 
-async def _read(state: ServerState, request: Request) -> Fields:
-    return await read_body(state, request, UNSUPPORTED, KNOWN_FIELDS)
-
-
-async def read_body(
-    state: ServerState, request: Request, unsupported: Mapping[str, Refusal], field_names: Collection[str]
-) -> Fields:
+async def read_body(state: ServerState, request: Request, known: RouteFields) -> Fields:
     """Return the fields of a request for the served model, which `:latest` may follow; see `models.read_fields`."""
     fields = Fields(await state.bodies.read_object(request))
-    fields.refuse(unsupported)
-    fields.log_unknown(field_names)
+    fields.check(known)
     name = fields.text("model") or fields.text("name")
     if name is not None:
         choose_model(state, request, name if name == state.llm.model_name else name.removesuffix(LATEST))
@@ -216,9 +242,7 @@ def read_chat_fields(fields: Fields) -> dict[str, Any]:
     values = {name: fields.get(name) for name in OWN_OPTIONS}
     values["stream"] = fields.flag("stream", True)
     options = fields.object("options") or Fields({}, "options.")
-    options.refuse(UNSUPPORTED_OPTIONS)
     check_window(options)
-    options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS, WINDOW))
     values |= {chat: _option(options, option) for option, chat in OPTIONS.items()}
     values["max_tokens"] = _read_limit(options.name("num_predict"), values["max_tokens"])
     form = fields.get("format")

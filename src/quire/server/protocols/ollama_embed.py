@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -15,20 +15,23 @@ from quire.errors import InvalidParameter
 from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams
 from quire.server.admission.usage import TokenCount
 from quire.server.generation.generation import GenerationRequest, json_response, run
-from quire.server.generation.llama_cpp_fields import WINDOW
 from quire.server.generation.sampling import NEVER_IGNORED, read_options
 from quire.server.http import sse
 from quire.server.http.json_stream import JsonArray
 from quire.server.protocols.chat_protocols import OWN_OPTIONS
 from quire.server.protocols.completions import max_prompts, read_prompts
-from quire.server.protocols.ollama import LOAD_OPTIONS, OPTIONS, UNSUPPORTED_OPTIONS, read_body
+from quire.server.protocols.ollama import NEUTRAL, read_body
 from quire.server.requests.errors import REQUEST_ID, ApiError
-from quire.server.requests.fields import Fields
+from quire.server.requests.fields import Fields, RouteFields
 from quire.server.state.state import ServerState
 
-_COMMON = (*OWN_OPTIONS, "model", "name", "keep_alive", "options")
-EMBED_FIELDS = (*_COMMON, "input", "truncate", "dimensions")
-EMBED_ONE_FIELDS = (*_COMMON, "prompt")
+_COMMON = (*OWN_OPTIONS, "model", "name")
+_NEUTRAL: Mapping[str, str] = {
+    "keep_alive": NEUTRAL["keep_alive"],
+    "options": "nothing is generated, and the rest is set at the server's start",
+}
+EMBED_FIELDS: Final = RouteFields((*_COMMON, "input", "truncate", "dimensions"), NEVER_IGNORED, _NEUTRAL)
+EMBED_ONE_FIELDS: Final = RouteFields((*_COMMON, "prompt"), NEVER_IGNORED, _NEUTRAL)
 # Makes the fields of an answer from the values of its prompts and the counts of its tokens.
 Build = Callable[[list[tuple[float, ...]], TokenCount], dict[str, Any]]
 
@@ -60,7 +63,7 @@ class EmbeddingsReply:
 
 async def embed(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /api/embed`: embeddings of length 1; an input that is too long is cut unless `truncate` is false."""
-    fields = await read_body(state, request, NEVER_IGNORED, EMBED_FIELDS)
+    fields = await read_body(state, request, EMBED_FIELDS)
     inputs: Sequence[Any] = []
     if fields.get("input") not in (None, "", []):
         inputs = read_prompts(fields.get("input"), max_prompts(state), "input")
@@ -85,7 +88,7 @@ async def embed(state: ServerState, request: Request) -> ASGIApp:
 
 async def embed_one(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /api/embeddings`: the embedding of one text as it was pooled; a text that is too long is cut."""
-    fields = await read_body(state, request, NEVER_IGNORED, EMBED_ONE_FIELDS)
+    fields = await read_body(state, request, EMBED_ONE_FIELDS)
     prompt = fields.text("prompt")
 
     def build(values: list[tuple[float, ...]], count: TokenCount) -> dict[str, Any]:  # noqa: ARG001
@@ -107,10 +110,9 @@ async def _embed(
     """Run a pooled request for each input; the answer is empty without inputs, as clients send to load a model."""
     config = state.llm.pooling
     config.check(params)
-    options = fields.object("options") or Fields({}, "options.")
+    fields.object("options")
     if not inputs:
         return json_response(build([], TokenCount()))
-    options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS, WINDOW))
     prompts, pooling = config.with_prompt(inputs), Pooling(kind=config.kind)
     prepare = partial(state.llm.texts.prepare_pooled, prompts, pooling, params.truncate_prompt_tokens)
     request_fields = Fields({name: fields.get(name) for name in OWN_OPTIONS})

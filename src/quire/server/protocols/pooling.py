@@ -6,7 +6,7 @@ import base64
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -16,23 +16,28 @@ from quire.engine.outputs.pooled_outputs import embedding_of, pooled_values
 from quire.errors import InvalidParameter
 from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams
 from quire.server.generation.generation import GenerationRequest, answer, response_header
-from quire.server.generation.sampling import LABEL_FIELDS, NEVER_IGNORED, read_options
+from quire.server.generation.sampling import LABELS, NEVER_IGNORED, read_options
 from quire.server.http.json_stream import JsonArray
 from quire.server.protocols.completions import max_prompts, read_prompts
 from quire.server.protocols.models import read_fields
-from quire.server.requests.fields import Fields
+from quire.server.requests.fields import Fields, RouteFields
 from quire.server.state.state import ServerState
 
 ENCODINGS = ("float", "base64")
-_COMMON = ("model", "priority", "cache_salt", *LABEL_FIELDS)
-EMBEDDING_FIELDS = (
-    *(*_COMMON, "input", "encoding_format", "dimensions", "normalize"),
-    *("truncate_prompt_tokens", "add_special_tokens", "prompt_name"),
+_COMMON = ("model", "priority", "cache_salt", "truncate_prompt_tokens")
+
+
+def _fields(*honoured: str) -> RouteFields:
+    return RouteFields((*_COMMON, *honoured), NEVER_IGNORED, LABELS)
+
+
+EMBEDDING_FIELDS: Final = _fields(
+    *("input", "encoding_format", "dimensions", "normalize", "add_special_tokens", "prompt_name")
 )
-_SCORED = (*_COMMON, "documents", "instruction", "truncate_prompt_tokens", "use_activation")
-SCORE_FIELDS = (*_SCORED, "text_1", "text_2", "queries")
-RERANK_FIELDS = (*_SCORED, "query", "top_n", "return_documents")
-CLASSIFY_FIELDS = (*_COMMON, "input", "truncate_prompt_tokens", "add_special_tokens", "use_activation")
+_SCORED = ("documents", "instruction", "use_activation")
+SCORE_FIELDS: Final = _fields(*_SCORED, "text_1", "text_2", "queries")
+RERANK_FIELDS: Final = _fields(*_SCORED, "query", "top_n", "return_documents")
+CLASSIFY_FIELDS: Final = _fields("input", "add_special_tokens", "use_activation")
 # Makes the fields of an answer from the results of its prompts.
 Build = Callable[[list[tuple[float, ...]]], dict[str, Any]]
 
@@ -63,7 +68,7 @@ class PooledReply:
 
 async def embeddings(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/embeddings`: an embedding of each input."""
-    fields = await read_fields(state, request, NEVER_IGNORED, EMBEDDING_FIELDS)
+    fields = await read_fields(state, request, EMBEDDING_FIELDS)
     prompts = read_prompts(fields.get("input"), max_prompts(state), "input")
     encoding = fields.text("encoding_format") or "float"
     if encoding not in ENCODINGS:
@@ -89,7 +94,7 @@ async def classify(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /classify`: the scores of the classes of each input."""
     from quire.engine.scoring import CLASSES, class_scores  # the server starts before the engine is imported
 
-    fields = await read_fields(state, request, NEVER_IGNORED, CLASSIFY_FIELDS)
+    fields = await read_fields(state, request, CLASSIFY_FIELDS)
     inputs = read_prompts(fields.get("input"), max_prompts(state), "input")
     head = state.llm.pooling.require_classes()
     use_activation = fields.flag("use_activation", True)
@@ -121,8 +126,13 @@ async def _answer_inputs(
 
 async def score(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/score` and `/score`: a score of each document for its query."""
-    fields = await read_fields(state, request, NEVER_IGNORED, SCORE_FIELDS)
-    names = ("queries", "documents") if fields.get("queries") is not None else ("text_1", "text_2")
+    fields = await read_fields(state, request, SCORE_FIELDS)
+    names, others = ("text_1", "text_2"), ("queries", "documents")
+    if fields.get("queries") is not None:
+        names, others = others, names
+    for name in others:
+        if fields.get(name) is not None:
+            raise InvalidParameter(name, fields.get(name), f"absent unless {others[0]} is given in place of {names[0]}")
 
     def build(scores: list[float]) -> dict[str, Any]:
         return {"data": [{"index": idx, "object": "score", "score": value} for idx, value in enumerate(scores)]}
@@ -132,7 +142,7 @@ async def score(state: ServerState, request: Request) -> ASGIApp:
 
 async def rerank(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/rerank`, `/v2/rerank` and `/rerank`: the documents in the order of their scores."""
-    fields = await read_fields(state, request, NEVER_IGNORED, RERANK_FIELDS)
+    fields = await read_fields(state, request, RERANK_FIELDS)
     query, documents = fields.text("query"), _texts(fields.get("documents"))
     if query is None:
         raise InvalidParameter("query", None, "a string")

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +18,7 @@ from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature, shown
 from quire.server.admission.usage import TokenCount
 from quire.server.generation.generation import json_response
-from quire.server.generation.sampling import LABEL_FIELDS, NEVER_IGNORED
+from quire.server.generation.sampling import LABELS, NEVER_IGNORED, UNSUPPORTED
 from quire.server.generation.served_model import model_name
 from quire.server.http import sse
 from quire.server.protocols.chat_completions import ChatExtras
@@ -42,32 +42,57 @@ from quire.server.protocols.response_tools import (
     flat_name,
 )
 from quire.server.requests.errors import REQUEST_ID, ApiError
-from quire.server.requests.fields import Fields, Refusal, warn_once
+from quire.server.requests.fields import Fields, RouteFields, warn_once
 from quire.server.state.state import ServerState
 from quire.text.chat.messages import SANITIZE
 from quire.text.tool_calls import CallDelta
 from quire.text.tool_calls.calls import Piece
 
 NOT_STORED = "the server stores no responses; send the whole conversation as input"
-SAME_FIELDS = ("temperature", "top_p", "stream", "parallel_tool_calls", *LABEL_FIELDS, *OWN_OPTIONS)
-UNSUPPORTED: Mapping[str, Refusal] = {
-    **NEVER_IGNORED,
-    "previous_response_id": ((), NOT_STORED),
-    "conversation": ((), NOT_STORED),
-    "prompt": ((), "the server stores no prompts; send instructions and input"),
-    "background": ((False,), "the server stores no responses; stream the response"),
-    "context_management": (([],), "the conversation is used as it is"),
-    "top_logprobs": ((0,), "use /v1/chat/completions for log probabilities"),
-    "truncation": (("disabled",), "the conversation is used whole or refused"),
-    "service_tier": (("auto", "default"), "there is one tier"),
-}
+# Fields with the same meaning in a chat; the last five are labels, whose types the chat checks.
+SAME_FIELDS = (
+    *("temperature", "top_p", "stream", "parallel_tool_calls", *OWN_OPTIONS),
+    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"),
+)
 # Values of `include` without effect: items of reasoning have no encrypted content here.
 INCLUDABLE = ("reasoning.encrypted_content",)
-KNOWN_FIELDS = (
-    *SAME_FIELDS,
-    *UNSUPPORTED,
-    *("model", "input", "instructions", "tools", "tool_choice", "text", "reasoning", "max_output_tokens"),
-    *("store", "metadata", "include", "stream_options", "max_tool_calls"),
+FIELDS: Final = RouteFields(
+    honoured=(
+        *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls"),
+        *("text", "text.format", "reasoning", "reasoning.effort", "max_output_tokens"),
+        *("temperature", "top_p", "stream", "stream_options", "include", "metadata", "max_tool_calls", *OWN_OPTIONS),
+    ),
+    refused={
+        **NEVER_IGNORED,
+        "previous_response_id": ((), NOT_STORED),
+        "conversation": ((), NOT_STORED),
+        "prompt": ((), "the server stores no prompts; send instructions and input"),
+        "background": ((False,), "the server stores no responses; stream the response"),
+        "context_management": (([],), "the conversation is used as it is"),
+        "top_logprobs": ((0,), "use /v1/chat/completions for log probabilities"),
+        "truncation": (("disabled",), "the conversation is used whole or refused"),
+        "service_tier": (("auto", "default"), "there is one tier"),
+        "moderation": UNSUPPORTED["moderation"],
+        "access_programs": (({},), "there are no such programs"),
+        "reasoning.context": (("auto",), "the model's chat template decides which reasoning it shows"),
+        "reasoning.mode": (("standard",), "there is one mode; use reasoning.effort"),
+    },
+    neutral={
+        **{
+            name: why
+            for name, why in LABELS.items()
+            if name not in ("metadata", "service_tier", "verbosity", "prediction")
+        },
+        "text.verbosity": LABELS["verbosity"],
+        "reasoning.summary": "the reasoning itself is in the content of its item",
+        "reasoning.generate_summary": "the reasoning itself is in the content of its item",
+        "stream_options.include_obfuscation": "streams have no padding",
+        "background_options": "background is refused",
+        "image": "images are refused",
+        "client_metadata": LABELS["metadata"],
+        "personality": "no model here was trained on it; instructions can ask for it",
+    },
+    objects=("text", "reasoning", "stream_options"),
 )
 # Fields that a response repeats unchanged.
 REPEATED = (
@@ -102,7 +127,7 @@ NAMES: Sequence[tuple[str, str]] = (
 
 async def responses(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/responses`."""
-    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
+    fields = await read_fields(state, request, FIELDS)
     reader = RequestReader(fields)
     answer_id = f"resp_{request.scope[REQUEST_ID]}"
     head = response_head(fields, answer_id, model_name(state, request))
@@ -112,7 +137,7 @@ async def responses(state: ServerState, request: Request) -> ASGIApp:
 
 async def input_tokens(state: ServerState, request: Request) -> Response:
     """Answer `POST /v1/responses/input_tokens`: the length of the prompt, as `usage` would have it."""
-    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
+    fields = await read_fields(state, request, FIELDS)
     reader = RequestReader(fields)
     num_tokens = await count_chat(state, reader.chat, reader.rename)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})

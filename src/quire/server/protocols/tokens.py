@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -14,39 +15,38 @@ from quire.server.generation.generation import json_response
 from quire.server.protocols.chat_completions import render_chat
 from quire.server.protocols.models import read_fields
 from quire.server.requests.field_names import naming_prompt
-from quire.server.requests.fields import Fields, Refusal
+from quire.server.requests.fields import Fields, RouteFields
 from quire.server.state.state import ServerState
 from quire.text.chat.chat_prompt import ChatPrompt
 from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls import read_tools
 
 PART = 1 << 16
-UNSUPPORTED: dict[str, Refusal] = {
-    "chat_template": ((), "templates come with the model, never from requests"),
-    "mm_processor_kwargs": (({},), "the model reads text only"),
-}
-KNOWN_FIELDS = (
-    *UNSUPPORTED,
-    "model",
-    "prompt",
-    "messages",
-    "tools",
-    "tokens",
-    "add_special_tokens",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "return_token_strs",
+# Fields that say how messages become a prompt.
+CHAT_FIELDS: Final = (
+    *("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"),
 )
+TOKENIZE_FIELDS: Final = RouteFields(
+    honoured=("model", "prompt", "messages", "add_special_tokens", "return_token_strs", *CHAT_FIELDS),
+    refused={
+        "chat_template": ((), "templates come with the model, never from requests"),
+        "mm_processor_kwargs": (({},), "the model reads text only"),
+    },
+    neutral={},
+)
+DETOKENIZE_FIELDS: Final = RouteFields(("model", "tokens"), {}, {})
 
 
 async def tokenize(state: ServerState, request: Request) -> Response:
     """Answer `POST /tokenize`: the token ids of a prompt, or of a conversation, at most the context length."""
-    fields, tokenizer = await _read(state, request)
+    fields, tokenizer = await _read(state, request, TOKENIZE_FIELDS)
     has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
     if has_prompt == has_messages:
         raise InvalidParameter("prompt", fields.get("prompt"), "given, or else messages")
+    if has_prompt:
+        for name in CHAT_FIELDS:
+            if fields.get(name) is not None:
+                raise InvalidParameter(name, fields.get(name), "absent beside a prompt")
     with_texts = fields.flag("return_token_strs")
     if has_messages:
         definitions = [tool.definition for tool in read_tools(fields.get("tools"))]
@@ -84,7 +84,7 @@ async def tokenizer_info(state: ServerState, request: Request) -> Response:  # n
 
 async def detokenize(state: ServerState, request: Request) -> Response:
     """Answer `POST /detokenize`: the text of token ids, special tokens included."""
-    fields, tokenizer = await _read(state, request)
+    fields, tokenizer = await _read(state, request, DETOKENIZE_FIELDS)
     ids, resolved = fields.get("tokens"), state.llm.resolved
     if not isinstance(ids, list):
         raise InvalidParameter("tokens", ids, "a list of token ids")
@@ -121,8 +121,8 @@ def _in_parts(parts: Sequence[bytes]) -> Response:
     return StreamingResponse(each(), headers={"content-length": length}, media_type="application/json")
 
 
-async def _read(state: ServerState, request: Request) -> tuple[Fields, Tokenizer]:
-    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
+async def _read(state: ServerState, request: Request, known: RouteFields) -> tuple[Fields, Tokenizer]:
+    fields = await read_fields(state, request, known)
     return fields, _tokenizer(state)
 
 

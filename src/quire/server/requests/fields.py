@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from quire.config.hints import hint_for
@@ -26,6 +28,41 @@ def warn_once(topic: str, message: str, *args: object) -> None:
 
 # The neutral values of a field, and the reason why all others are refused.
 Refusal = tuple[tuple[Any, ...], str]
+
+
+@dataclass(frozen=True)
+class RouteFields:
+    """The fields of a route's body: each is honoured, or refused by name, or changes no answer.
+
+    Args:
+        honoured: names of the fields that the route reads.
+        refused: fields of which only the neutral values are accepted.
+        neutral: fields without effect, with the reason.
+        objects: names of objects in the body, whose fields are named `OBJECT.FIELD`.
+    """
+
+    honoured: tuple[str, ...]
+    refused: Mapping[str, Refusal]
+    neutral: Mapping[str, str]
+    objects: tuple[str, ...] = ()
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of all fields."""
+        return frozenset((*self.honoured, *self.refused, *self.neutral))
+
+    @cached_property
+    def inner(self) -> Mapping[str, RouteFields]:
+        """The fields of the objects, by the object's name."""
+        return {name: self._of(f"{name}.") for name in self.objects}
+
+    def _of(self, prefix: str) -> RouteFields:
+        """Return the fields with a prefix, without it."""
+        return RouteFields(
+            tuple(name.removeprefix(prefix) for name in self.honoured if name.startswith(prefix)),
+            {name.removeprefix(prefix): refusal for name, refusal in self.refused.items() if name.startswith(prefix)},
+            {name.removeprefix(prefix): why for name, why in self.neutral.items() if name.startswith(prefix)},
+        )
 
 
 class Fields:
@@ -81,6 +118,15 @@ class Fields:
             raise InvalidParameter(self.name(field), value, "an object")
         return Fields(value, f"{self.name(field)}.")
 
+    def check(self, known: RouteFields) -> None:
+        """Refuse the fields of a body that are refused, and warn of unknown ones."""
+        self.refuse(known.refused)
+        self.log_unknown(known.names)
+        for name, fields in known.inner.items():
+            inner = self.object(name)
+            if inner is not None:
+                inner.check(fields)
+
     def refuse(self, unsupported: Mapping[str, Refusal]) -> None:
         """Refuse every field of the table that has another value than its neutral ones."""
         for field, value in self._values.items():
@@ -93,7 +139,7 @@ class Fields:
 
     def log_unknown(self, field_names: Iterable[str]) -> None:
         """Warn of unknown fields, once a name; clients send new fields before servers know them, so none is refused."""
-        names = set(field_names)
+        names = frozenset(field_names)
         for field in sorted(self._values.keys() - names - _warned)[: MAX_WARNED - len(_warned)]:
             short = field[:MAX_NAME]
             warn_once(field, "ignored the unknown field %r%s", self.name(short), hint_for(short, {}, names))
