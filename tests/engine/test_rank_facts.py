@@ -200,7 +200,8 @@ def joins_of(folder: Path) -> list[Join]:
              {"tensor_parallel_size": 4}, kind="ConfigError"),
         Join("cores", "cpu_bind has cores", "cpu_bind", {}, {"cpu_bind": "900-901"}, kind="ConfigError"),
         Join("missing", "model '/nowhere' does not exist", "model", {}, {"model": "/nowhere"}, kind="CheckpointError"),
-        Join("kernels", "the level of kernels .* 'portable, ", "kernels",
+        Join("kernels", "the kernels and their level .* 'torch, .* on rank 1", "kernels", {}, {"kernels": "torch"}),
+        Join("level", "the kernels and their level .* 'native portable, .* on rank 1", "kernels",
              environment={"QUIRE_MAX_CPU_LEVEL": "portable"}),
         Join("version", "the version of Quire must be the same .* 'other' on rank 1", None, version="other"),
     ]  # fmt: skip

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from urllib.parse import urlsplit
 
 import pytest
 import zmq
@@ -19,6 +21,7 @@ from quire.fleet.kv_events.subscriber import KVEventSubscriber
 from quire.fleet.routing.feed import FeedState
 from quire.fleet.routing.router import Router
 from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, KVEvent, KVEventCollector
+from tests.kvstore.descriptors import free_descriptors
 from tests.memory.million import random_world
 from tests.memory.test_kv_events import Consumer, published
 from tests.memory.walk import random_walk
@@ -97,6 +100,29 @@ def client(publisher: KVEventPublisher) -> Iterator[Client]:
     client = Client(publisher)
     yield client
     client.close()
+
+
+def test_strangers_and_a_lack_of_descriptors_cost_subscribers_nothing(
+    publisher: KVEventPublisher, client: Client
+) -> None:
+    """Silent strangers, ones that send a byte now and then, and one that leaves in the middle of its greeting."""
+    first = client.subscribe() + 1
+    places = [urlsplit(endpoint or "") for endpoint in (publisher.endpoint, publisher.replay_endpoint)]
+    with ExitStack() as stack:
+        for idx in range(40):
+            stranger = stack.enter_context(socket.create_connection((places[idx % 2].hostname, places[idx % 2].port)))
+            stranger.sendall((b"", b"\xff", b"GET / HTTP/1.1\r\n\r\n")[idx % 3])
+        late = [stack.enter_context(socket.socket()) for _ in places]
+        with free_descriptors():
+            for place, connection in zip(places, late, strict=True):
+                connection.connect((place.hostname, place.port))
+            for number in range(first, first + 8):
+                publisher.publish(removed(number))
+                assert client.receive() == (number, removed(number))
+        assert client.ask(first) == [(number, removed(number)) for number in range(first, first + 8)]
+        newcomer = Client(publisher)
+        assert newcomer.subscribe() >= first + 8
+        newcomer.close()
 
 
 def test_batches_arrive_in_order_and_the_last_ones_again_on_request(

@@ -18,6 +18,7 @@ import pytest
 from quire.distributed.kvstore.folder import StoreFolder
 from quire.distributed.kvstore.record import pack, record_key, seal, unpack
 from quire.errors import ConfigError
+from tests.kvstore.descriptors import free_descriptors
 from tests.kvstore.stores import MAX_BYTES, PAYLOAD_BYTES, fetch, fill, found, make_block, open_store, payload_of
 
 
@@ -231,6 +232,25 @@ def test_a_folder_that_may_only_be_read_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="can be written"):
         StoreFolder(tmp_path)
+
+
+def test_a_lack_of_descriptors_is_no_damage(tmp_path: Path) -> None:
+    """With none left, one, two, ...: each file that is opened at the start in turn cannot be; nothing is set aside."""
+    fill(tmp_path, 5)
+    errors: list[ConfigError] = []
+    for num_free in range(12):
+        with free_descriptors(num_free):
+            try:
+                store = open_store(tmp_path)
+            except ConfigError as error:
+                errors.append(error)
+                continue
+        assert (found(store, 5), store.stats.num_damaged) == ([0, 1, 2, 3, 4], 0)
+        store.close()
+    assert 5 < len(errors) < 12
+    assert {error.field for error in errors} == {"prefix_cache_dir"}
+    assert all("Too many open files" in str(error) for error in errors)
+    assert not (tmp_path / "blocks.mdb.damaged").exists()
 
 
 def test_too_much_at_once_is_dropped_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from quire.distributed.kvstore.transfer import (
     PeerConnection,
     Peers,
 )
+from tests.kvstore.descriptors import free_descriptors
 from tests.kvstore.stores import PAYLOAD_BYTES, make_block
 from tests.kvstore.test_transfer import COUNT, IDENTITY, WAIT_S, fetched, serving
 from tests.waiting import wait_for
@@ -130,29 +129,12 @@ def test_an_engine_that_sends_a_byte_now_and_then_is_given_up_in_time(beginning:
         peers.close()
 
 
-def lowest_free_descriptor() -> int:
-    descriptor = os.open(os.devnull, os.O_RDONLY)
-    os.close(descriptor)
-    return descriptor
-
-
-@contextmanager
-def without_descriptors() -> Iterator[None]:
-    """Have this process get no further descriptor, as if it had reached its limit."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor(), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def test_without_descriptors_the_server_waits_counts_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as server:
         client = socket.socket()
         with client:
             client.settimeout(WAIT_S)
-            with without_descriptors():
+            with free_descriptors():
                 client.connect(("127.0.0.1", server.port))
                 wait_for(lambda: server.num_starved >= 3)
             # The connection is served once there are descriptors; nothing else is needed for that.
@@ -168,7 +150,7 @@ def test_a_client_without_descriptors_has_a_miss() -> None:
         peers = Peers(IDENTITY, None, WAIT_S, PAYLOAD_BYTES)
         source = peers.source_of(PeerAddress("127.0.0.1", server.port))
         keys = [record_key(IDENTITY, make_block(0))]
-        with without_descriptors():
+        with free_descriptors():
             starved = source.ask(keys, with_records=True)
             assert starved is not None
             assert starved.done.wait(WAIT_S)

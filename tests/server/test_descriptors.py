@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.kvstore.descriptors import free_descriptors
 from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.waiting import wait_for
 
@@ -23,19 +20,6 @@ pytestmark = pytest.mark.slow  # a server starts
 
 BODY: dict[str, Any] = {"prompt": [*range(30, 80)], "max_tokens": 4, "temperature": 0}
 GRAMMAR = {**BODY, "structured_outputs": {"regex": "(ab){1,3}"}}
-
-
-@contextmanager
-def without_descriptors(pid: int) -> Iterator[None]:
-    """Have a process get no further descriptor; those that it has stay open."""
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
-    lowest_free = next(number for number in range(len(used) + 1) if number not in used)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 def metric(server: ServerProcess, name: str) -> float:
@@ -54,7 +38,7 @@ def test_a_server_without_descriptors_serves_what_needs_none_and_recovers(folder
         peer_port = asked.json()["kv_transfer_params"]["remote_port"]
         url = urlsplit(server.url)
         with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as other, socket.socket() as late:
-            with without_descriptors(server.process.pid), socket.socket() as peer:
+            with free_descriptors(pid=server.process.pid), socket.socket() as peer:
                 peer.connect(("127.0.0.1", peer_port))
                 late.connect((url.hostname, url.port))
                 late.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")

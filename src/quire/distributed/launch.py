@@ -52,11 +52,14 @@ def start_ranks(
     size = config.num_ranks
     cpus = CpuSets.of(config.cpu_bind, size)
     library = pick_library(config.all_reduce_backend)
-    memory = -1 if library is None else make_shared(library, config)
     with ExitStack() as stack:
-        if memory >= 0:
-            stack.callback(os.close, memory)
-        folder = tempfile.mkdtemp(prefix="quire-ranks-")
+        try:
+            memory = -1 if library is None else make_shared(library, config)
+            if memory >= 0:
+                stack.callback(os.close, memory)
+            folder = tempfile.mkdtemp(prefix="quire-ranks-")
+        except OSError as error:
+            raise WorkerError(f"the ranks cannot be connected: {error.strerror or error}") from error
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         sockets: dict[int, socket.socket] = {}
         processes: list[ChildProcess] = []

@@ -13,6 +13,7 @@ the records of the others.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import struct
@@ -44,6 +45,8 @@ NAME = "blocks.mdb"
 WRITING_S = 10.0
 # Wait for readers before a write is retried: a reader's transaction copies one record.
 READING_S = 0.05
+# Errors that say nothing about the file: the process has no descriptor or memory for it, or no permission.
+NOT_OF_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EACCES, errno.EPERM)
 
 
 class StoreFull(Exception):
@@ -96,9 +99,16 @@ class StoreFile:
                     "stopped",
                     field="prefix_cache_dir",
                 )
-            problem = _structure_problem(self._path) or self._open(max_bytes)
-            if problem is not None:
-                self._close_env()
+            problem: str | None = "not opened"
+            try:
+                problem = _structure_problem(self._path) or self._open(max_bytes)
+            except OSError as error:
+                raise ConfigError(
+                    f"prefix_cache_dir: {self._path} cannot be opened: {error.strerror}", field="prefix_cache_dir"
+                ) from error
+            finally:
+                if problem is not None:
+                    self._close_env()
             return problem
 
     def _open(self, max_bytes: int) -> str | None:
@@ -120,6 +130,8 @@ class StoreFile:
                     "engine of a process a folder of its own",
                     field="prefix_cache_dir",
                 ) from error
+            if getattr(error, "code", None) in NOT_OF_FILE:
+                raise OSError(error.code, os.strerror(error.code)) from error
             return str(error) or repr(error)
         except (ValueError, ArithmeticError, struct.error) as error:
             return str(error) or repr(error)
@@ -231,12 +243,14 @@ def _import_lmdb() -> ModuleType:
 
 
 def _structure_problem(path: Path) -> str | None:
-    """Return the error of a file's structure; None if it is sound or missing."""
+    """Return the error of a file's structure; None if it is sound or missing; raise an error that is not the file's."""
     if not path.exists():
         return None
     verifier = import_module("lmdb.verify")
     try:
         problems = verifier.verify(str(path), subdir=False)
     except (verifier.VerifyError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in NOT_OF_FILE:
+            raise
         return str(error) or repr(error)
     return str(problems[0]) if problems else None

@@ -20,15 +20,17 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ModelConfig
 from quire.distributed.links import LEADER, RankLinks
 from quire.errors import RanksDiffer, shown
 from quire.models.adapters.peft_config import CONFIG_FILE
 from quire.models.adapters.peft_folder import TENSORS_FILE
 from quire.models.checkpoints.checkpoint import Checkpoint, locate
 from quire.models.loading.weight_samples import sample_weights
+from quire.ops import choose_kernels
 from quire.ops.cpu.native_library import MAX_LEVEL_VARIABLE, find_library
 from quire.platform.bounded.files import open_file, user_path
+from quire.platform.host_probe import pick_device
 from quire.text.tokenizers.tokenizer_files import NAMES
 
 # Time for all ranks to read their files; that of a slow file system, for models of many tensors.
@@ -68,8 +70,8 @@ def rank_facts(config: EngineConfig) -> dict[str, RankFact]:
     facts |= {name: RankFact(name, value) for name, value in config.options_of_ranks().items()}
     if config.parallel.tensor_parallel_size > 1:
         # Each rank of a layer computes norms and routers itself, so other rounding would lead to other experts.
-        name = f"the level of kernels ({MAX_LEVEL_VARIABLE}, ATEN_CPU_CAPABILITY)"
-        facts[name] = RankFact("kernels", _kernels())
+        name = f"the kernels and their level ({MAX_LEVEL_VARIABLE}, ATEN_CPU_CAPABILITY)"
+        facts[name] = RankFact("kernels", _kernels(config.model))
     checkpoint = Checkpoint.open(config.model.model, config.model.revision)
     facts |= _checkpoint_facts("model", checkpoint)
     facts |= _tokenizer_facts(config, checkpoint)
@@ -159,7 +161,12 @@ def code_digest(folder: Path = PACKAGE) -> str:
     return state.hexdigest()
 
 
-def _kernels() -> str:
+def _kernels(options: ModelConfig) -> str:
+    device = pick_device(options.device)
+    chosen = choose_kernels(torch.device(device), options.kernels)
+    if device != "cpu":
+        return chosen
     library = find_library()
-    native = "no native kernels" if isinstance(library, str) else library.level
-    return f"{native}, {torch.backends.cpu.get_cpu_capability()}"
+    if chosen in ("auto", "native"):
+        chosen = "torch" if isinstance(library, str) else f"native {library.level}"
+    return f"{chosen}, {torch.backends.cpu.get_cpu_capability()}"
