@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,9 @@ from typing import Final
 # has no threads when it forks.
 _CONTEXT: Final = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.server.preloaded"])
+
+# Environment variable with a module that changes Quire, for faults that no request can cause.
+PATCH: Final = "QUIRE_TEST_PATCH"
 
 
 class ForkedProcess:
@@ -87,6 +91,8 @@ def _run(arguments: list[str], log: str, env: dict[str, str], stdout: Connection
 
     os.environ.clear()
     os.environ.update(env)
+    if PATCH in env:
+        importlib.import_module(env[PATCH])
     os.dup2(stdout.fileno(), 1)
     stdout.close()
     errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
