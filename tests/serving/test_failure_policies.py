@@ -58,6 +58,21 @@ def test_a_server_that_answers_500_at_once_attracts_no_traffic(router: str) -> N
     assert (state["breaker"], state["is_available"], state["num_ejections"]) == ("open", False, 3)
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_busy_at_once_attracts_no_traffic_and_is_not_ejected(status: int) -> None:
+    servers = [SimulatedServer(lambda _: Reply(status, 0.001, [b"{}"])), SimulatedServer(well), SimulatedServer(well)]
+
+    async def main() -> tuple[list[Got], dict[str, Any]]:
+        async with SimulatedProxy(servers) as proxy:
+            got = await spaced(proxy, 200)
+            return got, (await proxy.state())["replicas"][0]
+
+    got, state = run_simulated(main())
+    assert statuses(got) == {200: 200}
+    assert len(servers[0].asked) <= 4.0 / 0.25 + 1
+    assert (state["breaker"], state["num_ejections"]) == ("closed", 0)
+
+
 def test_failures_that_all_servers_have_alike_eject_none_and_are_passed_on() -> None:
     servers = [SimulatedServer(broken) for _ in range(3)]
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.process import PATIENCE_S
-from tests.serving.fleets import FleetProcesses, fleet_of
+from tests.server.process import PATIENCE_S, running
+from tests.serving.fleets import FLAGS, FleetProcesses, fleet_of
 
 REPLICA = "x-quire-replica"
 GREEDY = {"model": "tiny", "temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
@@ -234,3 +234,22 @@ def test_a_killed_server_costs_its_own_streams_an_error_and_nothing_else(folder:
         state = fleet.replicas()
         assert not state[victim.url]["is_available"]
         assert fleet.http.get("/health").json()["num_available"] == 1
+
+
+@pytest.mark.slow
+def test_a_restarted_server_has_the_pins_of_the_others(folder: Path, tmp_path: Path) -> None:
+    with fleet_of(folder, tmp_path, 2, "--pin-limit", "0.5") as fleet:
+        fleet.wait_until_settled()
+        pin = {"name": "mine", "prompt": "pinned at every server " * 10}
+        assert fleet.http.post("/pin_prefix", json=pin).status_code == 200
+        gone = {"name": "gone", "prompt": "pinned for a while " * 10}
+        assert fleet.http.post("/pin_prefix", json=gone).status_code == 200
+        victim = fleet.servers[0]
+        victim.stop(signal.SIGKILL)
+        fleet.wait_until(lambda state: not state[victim.url]["is_up"])
+        assert fleet.http.post("/unpin_prefix", json={"name": "gone"}).status_code == 200
+        flags = (*FLAGS, "--pin-limit", "0.5", "--port", victim.url.rpartition(":")[2])
+        with running(folder, tmp_path / "again.log", *flags) as again:
+            fleet.wait_until(lambda state: state[victim.url]["is_available"])
+            answers = [again.post("/unpin_prefix", {"name": name}).status_code for name in ("mine", "gone")]
+    assert answers == [200, 400]

@@ -88,10 +88,11 @@ class Fleet:
     def available(self, excluded: Sequence[str] = ()) -> list[Replica]:
         """Return the servers that take requests, the fewest requests in flight first.
 
-        If all servers that are up are ejected, they take requests nevertheless.
+        If all servers that are up are busy or ejected, the busy ones take requests nevertheless, else the ejected ones.
         """
         usable = [replica for replica in self.replicas.values() if replica.is_usable]
-        available = [replica for replica in usable if replica.is_available] or usable
+        available = [replica for replica in usable if not replica.is_ejected] or usable
+        available = [replica for replica in available if not replica.is_busy] or available
         return sorted(
             (replica for replica in available if replica.name not in excluded),
             key=lambda replica: replica.num_in_flight,

@@ -194,8 +194,8 @@ class Attempt:
             self._end = await exchange.attempt(
                 replica.upstream, lambda: replica.name, self._begin, self._lose, limits, holds_failures=True
             )
-            if self._end == "busy":
-                replica.probe_soon()
+            if self._end == "busy" and exchange.last_busy is not None:
+                replica.refuse_for(exchange.last_busy[1])
             return self._end
         finally:
             replica.num_in_flight -= 1

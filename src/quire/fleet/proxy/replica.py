@@ -22,6 +22,8 @@ PROBE_S = 5.0
 # Time for a server that comes up to make a change that it has missed, and bytes of a list of models.
 CHANGE_S = 120.0
 MAX_LIST_BYTES = 4 << 20
+# Bounds of the time without requests after a 429 or 503.
+LEAST_BUSY_S, MOST_BUSY_S = 0.25, 2.0
 # Least time between two probes.
 MIN_PROBE_S = 0.05
 # Failed probes after which a server is down, and its requests are lost.
@@ -55,6 +57,7 @@ class Replica:
         self._shared = shared
         # Numbers of the last change that it was told: since it has come up, and at all.
         self._told_seq = self._ever_told_seq = 0
+        self._busy_until_s = 0.0
         self._router = router
         self._headers = headers
         self._num_missed = 0
@@ -74,9 +77,19 @@ class Replica:
         return self.is_up and not self.is_draining
 
     @property
+    def is_ejected(self) -> bool:
+        """Whether its breaker allows no request now."""
+        return not self.breaker.allows(asyncio.get_running_loop().time())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has said lately that it can take no request."""
+        return asyncio.get_running_loop().time() < self._busy_until_s
+
+    @property
     def is_available(self) -> bool:
         """Whether it takes requests now."""
-        return self.is_usable and self.breaker.allows(asyncio.get_running_loop().time())
+        return self.is_usable and not self.is_ejected and not self.is_busy
 
     async def watch(self, interval_s: float) -> None:
         """Probe the server until cancelled."""
@@ -137,6 +150,13 @@ class Replica:
         else:
             self.probe_soon()
 
+    def refuse_for(self, retry_after: bytes) -> None:
+        """Take a 429 or 503: other servers get the requests for the time that it states, within bounds."""
+        stated_s = float(retry_after) if retry_after.isdigit() else LEAST_BUSY_S
+        busy_s = min(max(stated_s, LEAST_BUSY_S), MOST_BUSY_S)
+        self._busy_until_s = asyncio.get_running_loop().time() + busy_s
+        self.probe_soon()
+
     def told(self, seq: int) -> None:
         """Record that the server was told the changes of shared state up to a number."""
         self._told_seq = self._ever_told_seq = seq
@@ -170,6 +190,7 @@ class Replica:
             "is_available": self.is_available,
             "is_up": self.is_up,
             "is_draining": self.is_draining,
+            "is_busy": self.is_busy,
             "breaker": self.breaker.state(asyncio.get_running_loop().time()).value,
             "num_ejections": self.breaker.num_opened,
             "num_failures": self.breaker.num_failures,
