@@ -210,7 +210,8 @@ def test_a_request_that_kills_costs_two_servers_at_most_and_others_are_answered(
                 answer = fleet.http.post("/v1/completions", json=poison)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (500, "request_loses_servers")
                 assert answer.headers["x-should-retry"] == "false"
-            check(lambda expected=2 * number + 2: servers.num_deaths >= expected, "no server was lost")
+            while servers.num_deaths < 2 * number + 2:  # the thread that restarts them has not seen it yet
+                time.sleep(0.01)
             fleet.wait_until(lambda state: all(replica["is_available"] for replica in state.values()))
         state = fleet.http.get("/router/replicas").json()
     print(f"{count} requests that kill: {servers.num_deaths} deaths, {dict(load.ends)}")
