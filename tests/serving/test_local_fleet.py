@@ -279,6 +279,22 @@ def test_running_streams_end_before_the_servers_do(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_streams_that_do_not_end_in_time_get_an_error(folder: Path, tmp_path: Path) -> None:
+    with (
+        fleet(folder, tmp_path / "log", "--drain-timeout", "0.1") as running,
+        running.wait_until_it_serves() as http,
+        http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 4000}) as response,
+    ):
+        parts = response.iter_text()
+        raw = next(parts)
+        running.process.send_signal(signal.SIGTERM)
+        *_, error, done = events_of(raw + "".join(parts))
+        assert (json.loads(error)["error"]["code"], done) == ("stopping", "[DONE]")
+        assert running.process.wait(PATIENCE_S) == 0
+        assert running.tree.wait_until_ended(5.0) == []
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_all_at_once(folder: Path, tmp_path: Path) -> None:
     with (
         fleet(folder, tmp_path / "log", "--drain-timeout", "600") as running,

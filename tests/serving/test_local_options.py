@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from quire.fleet.local import fleet
 from quire.fleet.local.settings import EVENTS, Machine, ReplicaSettings, settings_of_servers
 from quire.server.log_setup import LogSettings
 from quire.server.settings import ServerConfig
-from tests.config.test_engine_config import NEEDED, test_an_option_is_taken_or_refused_by_name_and_value
+from tests.config import test_engine_config
 
 MACHINE = Machine(num_cores=8, has_events=True)
 KEY = "secret-key"
@@ -72,8 +73,19 @@ class Started(NamedTuple):
     servers: ReplicaSettings
 
 
-def started(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Started:
+def started(*arguments: str) -> Started:
     """Run `quire serve` as far as it starts servers."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return _started(monkeypatch, arguments)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Started:
+    """Two servers without further options."""
+    return started("--replicas", "2")
+
+
+def _started(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> Started:
     calls: list[Started] = []
 
     def serve_replicas(
@@ -103,15 +115,15 @@ def test_every_option_of_serve_has_a_place() -> None:
 
 
 @pytest.mark.parametrize("name", FRONT)
-def test_options_of_the_address_go_to_the_front_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, changed = started(monkeypatch, "--replicas", "2"), started(monkeypatch, "--replicas", "2", *FRONT[name])
+def test_options_of_the_address_go_to_the_front_alone(name: str, plain: Started) -> None:
+    changed = started("--replicas", "2", *FRONT[name])
     assert changed.front != plain.front
     assert changed.servers == plain.servers
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_all_other_options_go_to_the_servers_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, changed = started(monkeypatch, "--replicas", "2"), started(monkeypatch, "--replicas", "2", *BOTH[name])
+def test_all_other_options_go_to_the_servers_too(name: str, plain: Started) -> None:
+    changed = started("--replicas", "2", *BOTH[name])
     assert changed.servers != plain.servers
     for field in ServerConfig.__dataclass_fields__:
         if getattr(changed.front, field) != getattr(plain.front, field):
@@ -120,7 +132,7 @@ def test_all_other_options_go_to_the_servers_too(name: str, monkeypatch: pytest.
 
 (ROWS,) = (
     mark.args[1]
-    for mark in test_an_option_is_taken_or_refused_by_name_and_value.pytestmark
+    for mark in test_engine_config.test_an_option_is_taken_or_refused_by_name_and_value.pytestmark
     if mark.name == "parametrize"
 )
 # A server has values of its own for these, where none is given.
@@ -130,19 +142,20 @@ OWN: dict[str, Any] = {"num_threads": 4, "kv_events_config": EVENTS}
 @pytest.mark.parametrize(("name", "good"), [row[:2] for row in ROWS if row[0] != "record_memory"])
 def test_options_of_the_engine_arrive_unchanged(name: str, good: list[Any]) -> None:
     for value in good:
-        engine = EngineConfig.from_options(**{name: value}, **NEEDED.get(name, {}))
+        engine = EngineConfig.from_options(**{name: value}, **test_engine_config.NEEDED.get(name, {}))
         if name == "kv_transfer_config" and value is not None:
             continue  # tested below
         settings = settings_of_servers(2, engine, ServerConfig(), LogSettings(), MACHINE)
         arrived = ReplicaSettings.from_json(settings.to_json())
         assert arrived == settings
         sent, expected = arrived.engine.to_options(), engine.to_options()
+        assert sent.pop("kv_cache_memory_fraction") == expected.pop("kv_cache_memory_fraction") / 2
         changed = {key for key in expected if sent[key] != expected[key]}
         assert changed <= OWN.keys()
         assert all(expected[key] is None for key in changed)
 
 
-def test_servers_share_the_cores_and_publish_events() -> None:
+def test_servers_share_cores_and_memory_and_publish_events() -> None:
     def of(count: int, machine: Machine = MACHINE, **options: Any) -> dict[str, Any]:
         engine = EngineConfig.from_options(**options)
         settings = settings_of_servers(count, engine, ServerConfig(), LogSettings(), machine)
@@ -152,6 +165,8 @@ def test_servers_share_the_cores_and_publish_events() -> None:
     assert of(2, tensor_parallel_size=2)["num_threads"] == 2
     assert of(2, tensor_parallel_size=2, cpu_bind="0-1|2-3")["num_threads"] is None
     assert of(2, num_threads=7)["num_threads"] == 7
+    assert [of(count)["kv_cache_memory_fraction"] for count in (1, 2, 4)] == [0.5, 0.25, 0.125]
+    assert of(4, kv_cache_memory_fraction=1.0)["kv_cache_memory_fraction"] == 0.25
     assert of(2)["kv_events_config"] == EVENTS
     assert of(2, enable_prefix_caching=False)["kv_events_config"] is None
     assert of(2, Machine(num_cores=8, has_events=False))["kv_events_config"] is None
@@ -191,7 +206,7 @@ def test_what_only_one_server_can_have_is_refused(name: str, value: Any, why: st
 def test_what_all_servers_can_have_is_taken(name: str, value: Any) -> None:
     engine = EngineConfig.from_options(**{name: value})
     settings = settings_of_servers(2, engine, ServerConfig(), LogSettings(), MACHINE)
-    assert settings.engine.cache == engine.cache or name != "kv_events_config"
+    assert getattr(settings.engine.cache, name) == getattr(engine.cache, name)
     assert ReplicaSettings.from_json(settings.to_json()) == settings
 
 
@@ -202,7 +217,7 @@ def test_one_terminal_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize("way", ["flag", "one word", "abbreviated", "toml", "json"])
-def test_no_way_to_write_replicas_reaches_a_server(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_way_to_write_replicas_reaches_a_server(way: str, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('model = "bundled"\nreplicas = 3\nport = 9\napi-key = "k"\n')
     (tmp_path / "a.json").write_text('{"model": "bundled", "replicas": 3, "port": 9, "api-key": "k"}')
     written = {
@@ -212,7 +227,7 @@ def test_no_way_to_write_replicas_reaches_a_server(way: str, tmp_path: Path, mon
         "toml": ["--config", str(tmp_path / "a.toml")],
         "json": ["--config", str(tmp_path / "a.json")],
     }
-    call = started(monkeypatch, *written[way])
+    call = started(*written[way])
     assert (call.number, call.front.port, call.front.api_key) == (3, 9, "k")
     assert "replicas" not in call.servers.to_json()
     assert (call.servers.server.port, call.servers.server.api_key) == (0, "k")
@@ -220,7 +235,7 @@ def test_no_way_to_write_replicas_reaches_a_server(way: str, tmp_path: Path, mon
 
 def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "from the environment")
-    call = started(monkeypatch, "--replicas", "2")
+    call = started("--replicas", "2")
     monkeypatch.setenv("QUIRE_API_KEY", "later")
     assert ReplicaSettings.from_json(call.servers.to_json()).server.api_key == "from the environment"
 

@@ -89,12 +89,15 @@ def settings_of_servers(
     if not 1 <= count <= MAX_REPLICAS:
         raise ConfigError(f"replicas must be from 1 to {MAX_REPLICAS}, got {count}", field="replicas")
     _check_shared(engine, server)
-    model, cache = engine.model, engine.cache
+    model = engine.model
+    # Each measures the memory that is available before the others have taken theirs.
+    cache = replace(engine.cache, kv_cache_memory_fraction=engine.cache.kv_cache_memory_fraction / count)
     if model.num_threads is None and cpu_lists(engine.parallel.cpu_bind) is None:
         num_threads = max(1, machine.num_cores // (count * engine.parallel.num_ranks))
         engine = replace(engine, model=replace(model, num_threads=num_threads))
     if cache.kv_events_config is None and cache.enable_prefix_caching and machine.has_events:
-        engine = replace(engine, cache=replace(cache, kv_events_config=EVENTS))
+        cache = replace(cache, kv_events_config=EVENTS)
+    engine = replace(engine, cache=cache)
     return ReplicaSettings(engine, replace(server, **OF_FRONT), log)
 
 
