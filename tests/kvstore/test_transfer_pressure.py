@@ -104,7 +104,9 @@ def test_a_client_that_reads_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -
         assert fetched(server.port, COUNT) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("beginning", [b"", GREETING.pack(MAGIC, VERSION, IDENTITY, bytes(16))[:-1]])
+@pytest.mark.parametrize(
+    "beginning", [b"", GREETING.pack(MAGIC, VERSION, IDENTITY, bytes(16))[:-1]], ids=["at once", "before the last byte"]
+)
 def test_an_engine_that_sends_a_byte_now_and_then_is_given_up_in_time(beginning: bytes) -> None:
     """Its bytes come faster than the time limit of a call that waits for the next byte."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
