@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from quire.errors import ConfigError
-from quire.fleet.proxy.answers import MAX_INTERIM
+from quire.fleet.proxy.answers import MAX_HEADERS, MAX_INTERIM
 from quire.fleet.proxy.fleet import Fleet
 from quire.fleet.proxy.upstream import MAX_FETCHED, Upstream, UpstreamDamaged, UpstreamLost
 
@@ -79,6 +79,7 @@ DAMAGED = {
     "an unknown version": b"HTTP/3.7 200 OK\r\ncontent-length: 2\r\n\r\nok",
     "a long head": b"HTTP/1.1 200 OK\r\nx: " + b"y" * (1 << 17),
     "a long head in many headers": b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 9999 + b"content-length: 2\r\n\r\nok",
+    "many headers": b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * MAX_HEADERS + b"content-length: 2\r\n\r\nok",
     "a head of NUL": b"HTTP/1.1 200 OK\r\nx: \0\r\ncontent-length: 2\r\n\r\nok",
     "NUL alone": b"\0" * 100,
     "a name with a space": b"HTTP/1.1 200 OK\r\nx y: z\r\ncontent-length: 2\r\n\r\nok",

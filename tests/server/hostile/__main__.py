@@ -1,6 +1,7 @@
 """Hostile requests in any number, and a table: `python -m tests.server.hostile --bodies 20000 --seed 1`.
 
-One request again: `--only NUMBER` with the seed and the kinds of the run that found it.
+One request again: `--only NUMBER` with the seed and the kinds of the run that found it. With `--router` they go through
+`quire route`, whose memory and log are then looked at.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import asyncio
 import sys
 import tempfile
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.server import tool_checkpoint
 from tests.server.hostile.bodies import KINDS, Case, made_apart, make_case
 from tests.server.hostile.runner import FLAGS, Attack, Report
 from tests.server.process import running
+from tests.serving.fleets import router_before
 
 MIB = 1 << 20
 
@@ -28,13 +31,19 @@ def main() -> int:
     parser.add_argument("--without", nargs="*", default=[], choices=KINDS, help="kinds to leave out")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="send this request alone, and show the answer")
     parser.add_argument("--attackers", type=int, default=4, metavar="N", help="requests at a time (default 4)")
+    parser.add_argument("--router", action="store_true", help="send them through a router before the server")
+    parser.add_argument("--settle", type=float, default=2.0, metavar="S", help="until memory is measured (default 2)")
     parser.add_argument("--log", type=Path, help="where the server's log goes (default: a temporary file)")
     args = parser.parse_args()
     kinds = [kind for kind in KINDS if kind not in args.without]
     with tempfile.TemporaryDirectory() as folder:
         model = tool_checkpoint.save(Path(folder) / "model", "hermes")
-        with running(model, args.log or Path(folder) / "log", *FLAGS) as server:
-            attack = Attack(server, args.attackers)
+        log = args.log or Path(folder) / "log"
+        with ExitStack() as stack:
+            target = stack.enter_context(running(model, log, *FLAGS))
+            if args.router:
+                target = stack.enter_context(router_before(target, log.with_name("router.log")))
+            attack = Attack(target, args.attackers, settle_s=args.settle)
             if args.only is not None:
                 case: Future[Case] = Future()
                 case.set_result(make_case(args.seed, args.only, kinds))

@@ -22,7 +22,7 @@ HANG_S = 10.0
 # Between two harmless requests of a kind.
 PAUSE_S = 0.02
 # What clients may be told of a server that has too much to do.
-BUSY = {"too_many_uploads", "too_many_connections", "stopping"}
+BUSY = {"too_many_uploads", "too_many_connections", "stopping", "busy"}
 # Beginnings of the messages of faults of the server, in protocols without codes.
 FAILED = ("the server failed", "the engine failed")
 # Types of the events that end the streams of Anthropic's Messages and of OpenAI's Responses.
@@ -68,12 +68,14 @@ class Attack:
     """One run against one server.
 
     Args:
-        server: with `FLAGS`; nothing else asks it anything.
+        server: with `FLAGS`, or a router before it; nothing else asks it anything.
         num_attackers: hostile requests at a time.
+        settle_s: time in which memory is given back before it is measured.
     """
 
-    def __init__(self, server: ServerProcess, num_attackers: int = 4) -> None:
+    def __init__(self, server: ServerProcess, num_attackers: int = 4, *, settle_s: float = 2.0) -> None:
         self._server = server
+        self._settle_s = settle_s
         self._num_attackers = num_attackers
         self._beside: dict[int, str] = {}
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -154,7 +156,7 @@ class Attack:
         since, beside = time.monotonic(), dict(self._beside)
         try:
             async with asyncio.timeout(HANG_S):
-                ((status, _, body),) = _answers(await self._exchange(raw))
+                ((status, _, body),) = answers_of(await self._exchange(raw))
         except (TimeoutError, OSError, ValueError) as error:
             return 0, repr(error)
         self._time(kind, since, beside)
@@ -193,7 +195,7 @@ class Attack:
         try:
             # What is no HTTP has no method: its answer has a body, whatever it begins with.
             has_body = not case.raw.startswith(b"HEAD ") or b"invalid_http" in raw
-            answers = _answers(raw, has_body=has_body)
+            answers = answers_of(raw, has_body=has_body)
         except ValueError as error:
             if case.wants_answer:  # else it was not waited for until its end
                 self._note(f"an answer that is not HTTP ({error}): {raw[:200]!r}", case)
@@ -203,7 +205,7 @@ class Attack:
             self._note("no answer", case)
         for status, headers, body in answers:
             self.report.statuses[status] += 1
-            problem = _problem(status, headers, body, has_body=has_body)
+            problem = problem_of(status, headers, body, has_body=has_body)
             if problem is not None and (case.wants_answer or status >= 500):
                 self._note(problem, case)
 
@@ -234,7 +236,7 @@ class Attack:
         # Blocks that were pinned stay.
         is_idle = lambda status: not status["requests"] and status["memory"]["num_sequences"] == 0  # noqa: E731
         await asyncio.to_thread(self._server.wait_until, is_idle)
-        await asyncio.sleep(2)
+        await asyncio.sleep(self._settle_s)
         return self._memory()
 
     def _memory(self) -> int:
@@ -257,7 +259,9 @@ def _request(method: str, path: str, body: Any) -> bytes:
     return f"{head}\r\nConnection: close\r\n\r\n".encode() + raw
 
 
-def _answers(raw: bytes, *, has_body: bool = True) -> list[tuple[int, Mapping[str, str], str]]:
+def answers_of(
+    raw: bytes, *, has_body: bool = True, errors: str = "strict"
+) -> list[tuple[int, Mapping[str, str], str]]:
     """Return status, headers and body of each answer.
 
     Raises:
@@ -273,7 +277,7 @@ def _answers(raw: bytes, *, has_body: bool = True) -> list[tuple[int, Mapping[st
             body = answer.read()
         except http.client.HTTPException as error:
             raise ValueError(repr(error)) from error
-        found.append((answer.status, dict(answer.headers), body.decode()))
+        found.append((answer.status, dict(answer.headers), body.decode(errors=errors)))
     return found
 
 
@@ -285,7 +289,7 @@ class _Socket:
         return self._stream
 
 
-def _problem(status: int, headers: Mapping[str, str], body: str, *, has_body: bool) -> str | None:
+def problem_of(status: int, headers: Mapping[str, str], body: str, *, has_body: bool) -> str | None:
     """Return what is wrong with an answer, None where nothing is."""
     kind = {name.lower(): value for name, value in headers.items()}.get("content-type", "")
     try:

@@ -10,6 +10,8 @@ from quire.server.http.strict import StrictParser
 
 # The beginning of each answer; one with another beginning might never have the end of a head.
 BEGIN: Final = b"HTTP/1."
+# Headers of an answer: clients refuse more than 100 with those that the proxy adds.
+MAX_HEADERS: Final = 90
 # Interim responses (statuses 1xx) before one answer.
 MAX_INTERIM: Final = 64
 # Answers without a body, beside those to HEAD.
@@ -19,8 +21,9 @@ NO_BODY: Final = (204, 304)
 class AnswerParser(StrictParser):
     """A parser of the answers on one connection.
 
-    It refuses statuses outside 200 to 599, switches of the protocol, many interim responses, and bodies without a
-    length or chunks: their end would be that of the connection, so that a part could not be told from the whole.
+    It refuses statuses outside 200 to 599, switches of the protocol, many interim responses or headers, and bodies
+    without a length or chunks: their end would be that of the connection, so that a part could not be told from the
+    whole.
     """
 
     def __init__(self) -> None:
@@ -57,6 +60,8 @@ class AnswerParser(StrictParser):
         if head.http_version not in (b"1.0", b"1.1"):
             raise h11.RemoteProtocolError(f"its version is HTTP/{head.http_version.decode('ascii')}")
         names = {name for name, _ in head.headers}
+        if len(head.headers) > MAX_HEADERS:
+            raise h11.RemoteProtocolError(f"it has more than {MAX_HEADERS} headers")
         has_end = self._is_head or head.status_code in NO_BODY or names & {b"content-length", b"transfer-encoding"}
         if not has_end:
             raise h11.RemoteProtocolError("it has neither Content-Length nor chunks")
