@@ -191,7 +191,7 @@ class Shutdown:
     async def _drain(self) -> None:
         """Let running requests finish within the time limit, fail the others, and end the server."""
         timeout_s = self._state.config.drain_timeout_s
-        logger.info("stopping: %d requests may run for %g s more", len(self._state.in_flight), timeout_s)
+        logger.info("stopping: requests may run for %g s more: %d", timeout_s, len(self._state.in_flight))
         loop = asyncio.get_running_loop()
         drain_by_s = loop.time() + timeout_s
         try:

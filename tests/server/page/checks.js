@@ -126,3 +126,31 @@ const notAllowed = async (url, texts, step = 7) => {
   }
   return [...bad];
 };
+
+// Labels of the prefix tree that meet a line or another label, or that are cut by the edge of the drawing.
+function overprinted() {
+  const svg = document.getElementById("tree"), edge = svg.getBoundingClientRect(), found = [];
+  const labels = [...svg.querySelectorAll("text")].map((element) => ({ element, box: element.getBoundingClientRect() }));
+  const meets = ({ left, right, top, bottom }, x, y) => x > left && x < right && y > top && y < bottom;
+  labels.forEach(({ element, box }, at) => {
+    const name = element.textContent;
+    if (box.left < edge.left - 1 || box.right > edge.right + 1 || box.top < edge.top - 1 || box.bottom > edge.bottom + 1) {
+      found.push(`${name}: cut`);
+    }
+    for (const other of labels.slice(at + 1)) {
+      const isApart = box.right <= other.box.left || other.box.right <= box.left
+        || box.bottom <= other.box.top + 2 || other.box.bottom <= box.top + 2;
+      if (!isApart) found.push(`${name}: over ${other.element.textContent}`);
+    }
+    // The middle half of the letters, and points along each line with its thickness.
+    const core = { left: box.left, right: box.right, top: box.top + box.height / 4, bottom: box.bottom - box.height / 4 };
+    for (const line of svg.querySelectorAll("path")) {
+      const half = Number(line.getAttribute("stroke-width")) / 2, length = line.getTotalLength();
+      for (let along = 0; along <= length; along += 2) {
+        const { x, y } = line.getPointAtLength(along), at = [edge.left + x, edge.top + y];
+        if ([-half, 0, half].some((aside) => meets(core, at[0], at[1] + aside))) { found.push(`${name}: struck through`); break; }
+      }
+    }
+  });
+  return [...new Set(found)];
+}

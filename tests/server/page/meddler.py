@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
@@ -12,7 +13,7 @@ import httpx
 
 from tests.server.process import PATIENCE_S
 
-Fault = Literal["", "end", "drop", "html", "gone"]
+Fault = Literal["", "end", "drop", "html", "gone", "away"]
 # What is not forwarded: the proxy frames answers itself.
 OWN_HEADERS = {"connection", "content-length", "transfer-encoding", "content-encoding", "date", "server", "host"}
 NUM_PIECES = 8
@@ -26,12 +27,22 @@ class Meddler:
 
     Attributes:
         fault: what happens to generating requests: nothing; the stream ends early, but properly ("end"), or with its
-            connection ("drop"); a page of HTML with status 502 ("html"); no answer at all ("gone").
+            connection ("drop"); a page of HTML with status 502 ("html"); no answer at all ("gone"), or none to any
+            request ("away").
+        sockets: of the open connections.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.fault: Fault = ""
+        self.sockets: set[socket.socket] = set()
+
+    def leave(self) -> None:
+        """End all connections, and answer nothing until `fault` is changed."""
+        self.fault = "away"
+        for opened in tuple(self.sockets):
+            with suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
@@ -45,13 +56,23 @@ def meddling(upstream: str) -> Iterator[Meddler]:
             """Say nothing."""
 
         def do_GET(self) -> None:
-            self.forward(b"", "")
+            self.forward(b"", "gone" if proxy.fault == "away" else "")
 
         def do_POST(self) -> None:
-            self.forward(self.rfile.read(int(self.headers["Content-Length"])), proxy.fault)
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.forward(body, "gone" if proxy.fault == "away" else proxy.fault)
 
         def forward(self, body: bytes, fault: Fault) -> None:
             self.close_connection = True
+            proxy.sockets.add(self.connection)
+            try:
+                self.answer_for(body, fault)
+            except httpx.TransportError:
+                pass  # the test is over
+            finally:
+                proxy.sockets.discard(self.connection)
+
+        def answer_for(self, body: bytes, fault: Fault) -> None:
             if fault == "gone":
                 return
             if fault == "html":

@@ -63,7 +63,10 @@ export function say(text, action = null, onAction = null) {
     });
     place.append(act);
   }
-  place.append(button("Dismiss", "this message", hide));
+  const close = make("button", { type: "button", className: "icon", textContent: "\u2715" });
+  close.setAttribute("aria-label", "Dismiss this message");
+  close.addEventListener("click", hide);
+  place.append(close);
   place.hidden = false;
   // It stays as long as it is pointed at or has the focus.
   const wait = () => {

@@ -25,7 +25,8 @@ function shape(name, attributes, ...children) {
 }
 
 const keyOf = (node) => `${node.pool}.${node.block}.${node.first_token}`;
-const isAlone = (node) => !node.num_children && !node.holders;
+// Whether nobody holds a prompt, and no other one branches off it.
+const isAlone = (node) => !node.holders && node.num_children <= 1 && node.children.every(isAlone);
 const tidy = (text) => (text ?? "").trim().replace(/\s+/g, " ");
 
 export class PrefixTree {
