@@ -13,12 +13,12 @@ import time
 from typing import Any
 
 from benchmarks import machine
-from quire.measurement.simulation.replicas.executor import CountingExecutor
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
+from tests.scheduling.simulated_executor import CountingExecutor
 
 BLOCK_SIZE, NUM_PROMPT, VOCAB = 16, 1024, 150000
 MARKS_MS = {256: 0.5, 1000: 2.0}

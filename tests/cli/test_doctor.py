@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,29 @@ def test_a_missing_essential_fails_and_stops_the_checks(
     assert "FAIL  python" in shown
     assert "install Python 99.0 or newer" in shown
     assert "torch" not in shown
+
+
+@pytest.mark.parametrize(
+    ("version", "requirement", "is_right"),
+    [
+        ("2.13.0+cpu", "torch>=2.11", True),
+        ("2.11.0a0+git1", "torch>=2.11", True),
+        ("2.9.1", "torch>=2.11", False),
+        ("1.9", "llguidance<2,>=1.9", True),
+        ("2.0.0", "llguidance<2,>=1.9", False),
+        ("0.14.0", "h11>=0.14", True),
+        ("1.0", "other", True),
+    ],
+)
+def test_a_version_is_compared_with_the_requirement(version: str, requirement: str, is_right: bool) -> None:
+    assert doctor.meets(version, requirement) is is_right
+
+
+def test_a_package_of_an_old_version_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda _: ["h11>=99", "rich>=1", 'lmdb>=3; extra == "disk"'])
+    _, old, new = doctor.check_packages()
+    assert (old.name, old.status, old.advice) == ("h11", FAIL, "install h11>=99")
+    assert (new.name, new.status) == ("rich", OK)
 
 
 def test_a_look_that_breaks_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.errors import WorkerError
-from quire.measurement.simulation.replicas.executor import _OpenSequence
 from quire.memory.results import Tier
 from quire.memory.specs import KVCacheSpec
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.plan import ItemResult, LaunchedStep, ScheduledSequence, StepPlan, StepResult
 from quire.sequences.decoding.drafting import UNKNOWN
 from tests.engine.failing import FailingSimulation
+from tests.scheduling.simulated_executor import _OpenSequence
 
 NOTHING = StepResult(0, ())
 

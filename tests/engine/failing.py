@@ -9,9 +9,9 @@ from typing import Any
 from quire.errors import WorkerError
 from quire.execution.runners.executor import Executor
 from quire.execution.step.block_copies import BlockCopier
-from quire.measurement.simulation.replicas.executor import SimulatedExecutor
 from quire.memory.results import BlockCopy, MemoryOps, StoredBlock
 from quire.scheduling.plan import LaunchedStep, StepPlan, StepResult
+from tests.scheduling.simulated_executor import SimulatedExecutor
 
 # Failures in a row after which an engine ends.
 MOST_IN_A_ROW = 2

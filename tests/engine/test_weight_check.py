@@ -93,6 +93,8 @@ def test_a_gguf_file_takes_about_its_bytes(machine: Any, tmp_path: Path) -> None
     file = tmp_path / "model.gguf"
     path = str(write_gguf(locate("bundled"), file, lambda *_: GGMLQuantizationType.Q8_0, pre="gpt-2"))
     found = least(path, "cpu", torch.bfloat16, machine)
+    tensors = Checkpoint.open(path).tensors.items()
+    assert found == sum(tensor.num_bytes for name, tensor in tensors if len(tensor.shape) > 1 and "embed" not in name)
     assert 0.4 * file.stat().st_size < found < file.stat().st_size
     machine(found - 1)
     with pytest.raises(ConfigError, match=r"does not fit: .* to spare; take a smaller model$"):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from quire.errors import LogError
-from quire.measurement.simulation.replicas.executor import SimulatedExecutor
 from quire.memory import (
     ChunkedLocal,
     FullAttention,
@@ -28,6 +27,7 @@ from quire.memory.recording.settings import MemorySettings
 from quire.scheduling import Scheduler
 from quire.sequences import Request, SamplingParams
 from tests.memory.recorded_walk import SIZE, walk
+from tests.scheduling.simulated_executor import SimulatedExecutor
 
 FULL = FullAttention(block_size=SIZE)
 WINDOW = SlidingWindow(block_size=SIZE, window=7)

@@ -6,7 +6,6 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.measurement.simulation.replicas.executor import SimulatedExecutor
 from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, MediaSpan, Namespace, check
 from quire.scheduling import Scheduler, StepPlan
 from quire.sequences import Request, SamplingParams, Sequence
@@ -14,6 +13,7 @@ from quire.sequences.decoding.drafting import UNKNOWN, Drafter
 from quire.sequences.decoding.speculation import AdaptiveDrafter
 from quire.sequences.media import Media
 from tests.scheduling.auditor import Auditor
+from tests.scheduling.simulated_executor import SimulatedExecutor
 
 VOCAB_SIZE = 13
 END_TOKEN = 12

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.measurement.simulation.replicas.executor import log_probabilities
 from quire.memory import ChunkedLocal, KVCacheSpec
 from tests.decoding.beam_twin import Rules
 from tests.decoding.beam_twin import search as search_slowly
@@ -29,6 +28,7 @@ from tests.scheduling.random_jobs import (
     with_beams,
     with_media,
 )
+from tests.scheduling.simulated_executor import log_probabilities
 
 
 @settings(max_examples=100)

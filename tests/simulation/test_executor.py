@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from quire.errors import InvariantViolation
-from quire.measurement.simulation.replicas.executor import CountingExecutor, SimulatedExecutor
 from quire.memory import NO_OPS, BlockCopy, MemoryOps, RecurrentState, TableDelta
 from quire.scheduling import NewSequence, ScheduledSequence, StepPlan
 from quire.sequences import SamplingParams
+from tests.scheduling.simulated_executor import CountingExecutor, SimulatedExecutor
 
 BLOCK_SIZE = 2
 

@@ -168,7 +168,7 @@ def test_times_are_scaled() -> None:
         (line(turns=3), "line 2: 'turns' is not a field"),
         (line(timestamp=-1), "line 2: timestamp must be a number of milliseconds"),
         (line(timestamp=True), "line 2: timestamp must be"),
-        (line(arrival_s=1), "line 2: there must be one of timestamp and arrival_s, got timestamp and arrival_s"),
+        (line(arrival_s=1), "line 2: there must be one of timestamp, arrival_s, got timestamp and arrival_s"),
         (line(input_length=0), "line 2: input_length must be a whole number"),
         (line(input_length=1 << 40), "line 2: input_length must be a whole number"),
         (line(output_length=2.0), "line 2: output_length must be a whole number"),
@@ -178,7 +178,7 @@ def test_times_are_scaled() -> None:
         (line(priority=0.5), "line 2: priority must be a whole number"),
         (
             {"timestamp": 1, "output_length": 1},
-            "line 2: there must be one of input_length and prompt_token_ids, got none",
+            "line 2: there must be one of input_length, prompt_token_ids, got none",
         ),
         ({"timestamp": 1, "prompt_token_ids": [], "output_length": 1}, "line 2: prompt_token_ids must be"),
         (

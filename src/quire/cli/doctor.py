@@ -107,9 +107,30 @@ def check_packages() -> Iterator[Finding]:
         if name is None or "extra ==" in requirement:
             continue
         try:
-            yield Finding(name[0], OK, metadata.version(name[0]))
+            version = metadata.version(name[0])
         except metadata.PackageNotFoundError:
             yield Finding(name[0], FAIL, "not installed", f"install {requirement}")
+            continue
+        is_right = meets(version, requirement)
+        yield Finding(name[0], OK if is_right else FAIL, version, "" if is_right else f"install {requirement}")
+
+
+def meets(version: str, requirement: str) -> bool:
+    """Return whether a version is in the range of a requirement, such as "torch>=2.11"; other conditions hold."""
+    numbers = _numbers(version)
+    for comparison, bound in re.findall(r"(>=|<)\s*([\d.]+)", requirement.partition(";")[0]):
+        if (numbers >= _numbers(bound)) != (comparison == ">="):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release, without zeros at its end."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(part) for part in match[0].split(".")] if match else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
 
 
 def check_torch() -> Iterator[Finding]:

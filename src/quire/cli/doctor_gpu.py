@@ -48,8 +48,10 @@ def find_gpu() -> GPU | None:
 
 def describe(gpu: GPU) -> list[tuple[str, bool, str, str]]:
     """Return the findings: name, True if it is as it should be, description, and advice."""
+    from quire.ops import BFLOAT16_CAPABILITY
+
     major, minor = gpu.capability
-    has_bfloat16 = gpu.capability >= (8, 0)
+    has_bfloat16 = gpu.capability >= BFLOAT16_CAPABILITY
     share = CacheConfig().gpu_memory_utilization
     free, total = gpu.free_bytes / GIB, gpu.total_bytes / GIB
     is_free = gpu.free_bytes >= share * gpu.total_bytes

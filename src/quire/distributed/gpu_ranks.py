@@ -20,6 +20,7 @@ from quire.distributed.ranks import Ranks
 from quire.distributed.torchrun import TorchrunPlace
 from quire.distributed.transport import DeviceTransport
 from quire.errors import ConfigError, RankFailed
+from quire.ops import BFLOAT16_CAPABILITY
 from quire.platform.host_probe import pick_device
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Compute capability from which GPUs have bfloat16, on which the dtype of weights depends.
-BFLOAT16_CAPABILITY: Final = (8, 0)
 LOOK_S: Final = 0.1
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 

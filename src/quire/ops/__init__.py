@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from quire.config import Quantization
@@ -11,6 +13,9 @@ from quire.ops.cpu.native_ops import NativeOps
 from quire.ops.interface.ops import Ops
 from quire.ops.interface.weight_formats import FORMS
 from quire.ops.pytorch.torch_ops import TorchOps
+
+# Least compute capability of a GPU with bfloat16, and with the tensor cores that Triton's kernels need.
+BFLOAT16_CAPABILITY: Final = (8, 0)
 
 
 def make_ops(
@@ -78,7 +83,7 @@ def choose_kernels(device: torch.device, kernels: str) -> str:
     """
     if kernels != "auto" or device.type == "cpu":
         return kernels
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if torch.cuda.get_device_capability(device) < BFLOAT16_CAPABILITY:
         return "torch"
     try:
         import triton

@@ -29,11 +29,11 @@ from quire.models.modules.decoder import Decoder
 from quire.models.modules.encoder import Encoder
 from quire.models.modules.mtp import MTPHead
 from quire.models.specs.cache_layout import cache_specs
+from quire.ops import BFLOAT16_CAPABILITY
 
 logger = logging.getLogger(__name__)
 
 # Least compute capability of GPUs that compute in bfloat16.
-BFLOAT16_CAPABILITY = (8, 0)
 
 
 def cache_groups(config: EngineConfig, model: Decoder | Encoder, stored: str) -> tuple[KVCacheSpec, ...]:

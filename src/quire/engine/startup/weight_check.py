@@ -94,5 +94,5 @@ def _stored_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     for name, tensor in checkpoint.tensors.items():
         if len(tensor.shape) > 1 and "embed" not in name:
             is_plain = tensor.dtype in ("BF16", "F16", "F32")
-            total += LOSSLESS_SHARE * (math.prod(tensor.shape) * dtype.itemsize if is_plain else tensor.num_bytes)
+            total += LOSSLESS_SHARE * math.prod(tensor.shape) * dtype.itemsize if is_plain else tensor.num_bytes
     return int(total)

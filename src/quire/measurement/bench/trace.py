@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.errors import TraceError
+from quire.measurement.simulation.trace_file import Field, checked_line
 from quire.platform.bounded.files import reason_of
 
 MAX_TOKENS = 2**31 - 1
@@ -59,25 +59,9 @@ def read_trace(path: str) -> list[TracedRequest]:
 
 
 def _read_line(line: str, where: str) -> TracedRequest:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where}: it is not JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise TraceError(f"{where}: it must be an object")
-    unknown = next((name for name in fields if name not in FIELDS), None)
-    if unknown is not None:
-        raise TraceError(f"{where}: {unknown} is not a field; there are {', '.join(FIELDS)}")
-    prompts = [name for name in PROMPTS if fields.get(name) is not None]
-    if len(prompts) != 1:
-        raise TraceError(f"{where}: there must be one of {', '.join(PROMPTS)}, got {' and '.join(prompts) or 'none'}")
-    for name, value in fields.items():
-        allowed, is_right = FIELDS[name]
-        if value is not None and not is_right(value):
-            raise TraceError(f"{where}: {name} must be {allowed}, got {json.dumps(value)[:80]}")
-    if fields.get("max_tokens") is None:
-        raise TraceError(f"{where}: max_tokens is missing")
-    return TracedRequest(fields[prompts[0]], fields["max_tokens"], fields.get("arrival_s"))
+    fields = checked_line(line, where, FIELDS, (PROMPTS, ("max_tokens",)))
+    prompt = next(fields[name] for name in PROMPTS if name in fields)
+    return TracedRequest(prompt, fields["max_tokens"], fields.get("arrival_s"))
 
 
 def _is_count(value: object) -> bool:
@@ -103,8 +87,7 @@ def _is_time(value: object) -> bool:
 
 
 PROMPTS: Sequence[str] = ("prompt", "prompt_token_ids", "messages")
-# Name -> description of the allowed values, and their check.
-FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+FIELDS: Mapping[str, Field] = {
     "prompt": ("text that is not empty", lambda value: isinstance(value, str) and bool(value)),
     "prompt_token_ids": ("a list of token ids that is not empty", _are_ids),
     "messages": ("a list of objects with a role that is not empty", _are_messages),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.errors import TraceError, shown
@@ -40,9 +40,10 @@ def _is_priority(value: object) -> bool:
     return type(value) is int and abs(value) < 1 << 31
 
 
+# Description of the allowed values of a field, and their check.
+Field = tuple[str, Callable[[object], bool]]
 _LENGTH = f"a whole number from 1 to {MAX_LENGTH}"
-# Name -> description of the allowed values, and their check.
-FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+FIELDS: Mapping[str, Field] = {
     "timestamp": ("a number of milliseconds from 0 to 1e12", _is_time),
     "arrival_s": ("a number of seconds from 0 to 1e12", _is_time),
     "input_length": (_LENGTH, _is_length),
@@ -121,7 +122,7 @@ class TraceTraffic:
         return row._replace(num_new=min(row.num_new, room)) if room >= 1 else None
 
     def _read(self, line: str, where: str) -> SimulatedRequest:
-        values = _checked(line, where)
+        values = checked_line(line, where, FIELDS, ALTERNATIVES)
         arrival_s = values["arrival_s"] if "arrival_s" in values else values["timestamp"] / 1000
         if "prompt_token_ids" in values:
             if "hash_ids" in values:
@@ -171,8 +172,20 @@ class TraceTraffic:
         return self._num_streams
 
 
-def _checked(line: str, where: str) -> dict[str, Any]:
-    """Parse a line, and check that all fields are known and in their ranges."""
+def checked_line(
+    line: str, where: str, fields: Mapping[str, Field], alternatives: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """Parse a line, and check that all fields are known and in their ranges.
+
+    Args:
+        line: JSON text of an object; a field that is null counts as absent.
+        where: name of the file and number of the line, for errors.
+        fields: allowed values of each field.
+        alternatives: groups of fields, of each of which the line has exactly one.
+
+    Raises:
+        TraceError: the line is wrong; the message names the field.
+    """
     if len(line) > MAX_LINE:
         raise TraceError(f"{where}: it must have at most {MAX_LINE:,} characters, got {len(line):,}")
     try:
@@ -181,17 +194,17 @@ def _checked(line: str, where: str) -> dict[str, Any]:
         raise TraceError(f"{where}: it is not JSON ({error})") from error
     if not isinstance(values, dict):
         raise TraceError(f"{where}: it must be an object, got {shown(values)}")
-    unknown = next((name for name in values if name not in FIELDS), None)
+    unknown = next((name for name in values if name not in fields), None)
     if unknown is not None:
-        raise TraceError(f"{where}: {shown(unknown)} is not a field; there are {', '.join(FIELDS)}")
-    for names in ALTERNATIVES:
+        raise TraceError(f"{where}: {shown(unknown)} is not a field; there are {', '.join(fields)}")
+    values = {name: value for name, value in values.items() if value is not None}
+    for names in alternatives:
         present = [name for name in names if name in values]
         if len(present) != 1:
-            raise TraceError(
-                f"{where}: there must be one of {' and '.join(names)}, got {' and '.join(present) or 'none'}"
-            )
+            what = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+            raise TraceError(f"{where}: there must be {what}, got {' and '.join(present) or 'none'}")
     for name, value in values.items():
-        allowed, is_right = FIELDS[name]
+        allowed, is_right = fields[name]
         if not is_right(value):
             raise TraceError(f"{where}: {name} must be {allowed}, got {shown(value)}")
     return values
