@@ -63,6 +63,7 @@ def test_a_router_tells(alone: ServerProcess, tmp_path: Path) -> None:
     check_life("quire", ["route", "--to", alone.url, "--port", "0"], tmp_path)
 
 
+@pytest.mark.slow
 def test_replicas_tell_once_for_all_servers(folder: Path, tmp_path: Path) -> None:
     check_life("tests.serving.small_fleet", ["serve", str(folder), "--port", "0", "--replicas", "2"], tmp_path)
 
