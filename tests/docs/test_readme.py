@@ -122,8 +122,9 @@ def test_requests_with_tools_and_reasoning_have_the_answers_that_are_shown(serve
 
 
 def quire_commands() -> list[str]:
-    """Return every `quire ...` line of the pages' shell blocks."""
-    lines = (line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines())
+    """Return every `quire ...` command of the pages' shell blocks, of one line or of several."""
+    shells = (block.replace("\\\n", " ") for page in PAGES for block in blocks(page, "sh"))
+    lines = (line for shell in shells for line in shell.splitlines())
     return [line.partition("quire ")[2] for line in lines if line.startswith(("quire ", ".venv/bin/quire "))]
 
 
