@@ -133,7 +133,8 @@ def make_engine(folder: str) -> tuple[Engine, TimedRunner]:
     """Return an engine whose data plane computes nothing."""
     ladder, kv = make_ladder(NUM_REQUESTS, NUM_BLOCKS)
     deferred = DeferredTokens(torch.device("cpu"))
-    decoder: Any = HostDecoder(ladder._decoder)
+    computed: Any = ladder._computed
+    decoder: Any = HostDecoder(computed._decoder)
     sampler = Sampler(torch.device("cpu"), draws=NoDraws(), deferred=deferred)
     builder = BatchBuilder(BLOCK_SIZE, "cpu", [CACHE], deferred)
     media = MultimodalEmbeddings(torch.device("cpu"))

@@ -37,6 +37,7 @@ import torch
 from benchmarks.captured_plans import GROUP, HEAD_DIM, KV_HEADS, PROCESSORS
 from benchmarks.gpu.memory import BLOCK_SIZE, make_memory
 from quire.engine.outputs.output_processor import OutputProcessor
+from quire.execution.capture.captured_passes import StepPass
 from quire.execution.capture.graph_ladder import GraphLadder
 from quire.execution.sampling.device.device_draws import TorchDraws
 from quire.execution.sampling.sampler import Sampler
@@ -89,7 +90,7 @@ def make_ladder(num_sequences: int, num_blocks: int) -> tuple[GraphLadder, Paged
         step_adapters=StepAdapters(),
     )
     limits = StaticLimits(num_sequences, 2 * num_blocks)
-    ladder = GraphLadder(decoder, [kv], [num_sequences], limits, BLOCK_SIZE, NoCapture())  # type: ignore[list-item]
+    ladder = GraphLadder(decoder, [kv], [num_sequences], limits, BLOCK_SIZE, NoCapture(), StepPass(decoder, [kv]))  # type: ignore[list-item]
     (static,) = ladder._groups
     assert isinstance(static, TritonStaticTokens)
     # As a capture does, for layers with one number of query heads.

@@ -110,7 +110,7 @@ def test_short_prompts_fill_a_step_as_far_as_seats_reach() -> None:
 
 
 def test_captured_passes_that_make_drafts_keep_tokens_in_place_of_logits() -> None:
-    """As `DraftLadder` does, and `GraphLadder` does not."""
+    """As `DraftPass` does, and `StepPass` does not."""
     spec, sizes = build(CONFIGS["Llama 3.1 8B"])[0], sizes_of(LIMITS, torch.bfloat16)
     drafts, steps = (captured_bytes(spec, sizes, 8, 100, makes_drafts=each) for each in (True, False))
     logits, tokens = torch.zeros(8, spec.vocab_size), torch.zeros(8, dtype=torch.int64)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire import LLM
-from quire.execution.capture.draft_ladder import MTPLadder
+from quire.execution.capture.graph_ladder import GraphLadder
 from quire.execution.drafts.mtp_drafter import MTPDrafter
 from quire.execution.step.kv_storage import KVStorage
 from quire.memory import check
@@ -49,7 +49,7 @@ class SeenPasses:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         draft = runner_of(llm).draft
         assert isinstance(draft, MTPDrafter)
-        assert isinstance(draft._ladder, MTPLadder)
+        assert isinstance(draft._ladder, GraphLadder)
         self.replayed, self.launched = list[int](), list[int]()
         self._draft, self._ladder, self._run, self._run_pass = draft, draft._ladder, draft._run, draft._ladder.run_pass
         monkeypatch.setattr(draft, "_run", self._see)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.distributed.rank_group import RankGroup
+from quire.execution.capture.captured_passes import CapturedPass, DraftPass, MTPPass, StepPass
 from quire.execution.capture.decode_rows import few_rows_of
-from quire.execution.capture.draft_ladder import DraftLadder, MTPLadder
 from quire.execution.capture.graph_ladder import GraphLadder, ReplayedStep, limits_of
 from quire.execution.capture.piecewise_ladder import PiecewiseLadder
 from quire.execution.capture.ranked_capture import RankedCapture, seen_sums
@@ -128,8 +128,8 @@ def capture_steps(
         capture = capture_on(decoder.device, decoder.ranks)
         if options.sizes:
             limits = limits_of(options.sizes, num_blocks, options.max_model_len, block_size)
-            given = storages, options.sizes, limits, block_size, capture, first_group
-            ladder = _kind_of_ladder(decoder, options)(decoder, *given)
+            computed = _pass_of(decoder, storages, options)
+            ladder = GraphLadder(decoder, storages, options.sizes, limits, block_size, capture, computed, first_group)
         kind = "Steps with prompts"
         if options.piece_sizes:
             pieces = PiecewiseLadder(decoder, storages, options.piece_sizes, capture)
@@ -138,10 +138,10 @@ def capture_steps(
     return None if ladder is None and pieces is None else CapturedSteps(ladder, pieces)
 
 
-def _kind_of_ladder(decoder: Decoder, options: CaptureOptions) -> type[GraphLadder]:
+def _pass_of(decoder: Decoder, storages: Sequence[Storage], options: CaptureOptions) -> CapturedPass:
     if isinstance(decoder, MTPHead):
-        return MTPLadder
-    return DraftLadder if options.makes_drafts else GraphLadder
+        return MTPPass(decoder, storages)
+    return DraftPass(decoder, storages) if options.makes_drafts else StepPass(decoder, storages)
 
 
 def capture_on(device: torch.device, ranks: RankGroup | None = None) -> StepCapture:

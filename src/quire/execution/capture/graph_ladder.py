@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.execution.capture.captured_passes import CapturedPass, StepInputs
 from quire.execution.capture.laid_tables import LaidTables
 from quire.execution.capture.step_capture import CapturedCall, StepCapture
 from quire.execution.step.batch import BatchBuilder, BlockTable
@@ -20,7 +21,6 @@ from quire.execution.step.pinned import placed
 from quire.models.modules.decoder import Decoder
 from quire.models.specs.spec import TokenCacheShape
 from quire.ops.interface.lora import LoraRows
-from quire.ops.interface.ops import AttentionBatch, StateBatch
 from quire.ops.interface.static_steps import (
     MakesStaticSteps,
     StaticAdapters,
@@ -92,6 +92,7 @@ class GraphLadder:
         limits: the largest step.
         block_size: N.
         capture: captures calls.
+        computed: what a step computes.
         first_group: index of the first of its cache groups in the block tables.
 
     Raises:
@@ -106,10 +107,10 @@ class GraphLadder:
         limits: StaticLimits,
         block_size: int,
         capture: StepCapture,
+        computed: CapturedPass,
         first_group: int = 0,
     ) -> None:
-        self._decoder, self._storages, self._block_size = decoder, storages, block_size
-        self._first_group = first_group
+        self._block_size, self._computed, self._first_group = block_size, computed, first_group
         self._memory = memory = StaticMemory(decoder.device)
         num_rows = limits.num_rows
         self._ids, self._positions, self._next_positions = (memory.take(num_rows, torch.int64) for _ in range(3))
@@ -124,7 +125,7 @@ class GraphLadder:
         # `seq_ids` of the last run's `DecodeItems`, and the block tables of these sequences, by group.
         self._known: tuple[list[int], list[list[BlockTable]]] | None = None
         self._hidden = torch.zeros(num_rows, decoder.spec.width, dtype=decoder.dtype, device=decoder.device)
-        self._outputs = self._make_outputs(num_rows)
+        self._outputs = computed.make_outputs(num_rows)
         self._limits = limits
         self._sizes = list(sizes)
         self._adapters: StaticAdapters | None = None
@@ -149,12 +150,6 @@ class GraphLadder:
             steps.append(CapturedStep(size, capture.capture(partial(self._compute, size, shares))))
         return steps[::-1]
 
-    def _make_outputs(self, num_rows: int) -> Tensor:
-        """Return static memory for the outputs of a step: logits, float32 [n, V]."""
-        # Ranks have slices of the logits, which are computed and gathered after the replay.
-        num_logits = 0 if self._decoder.ranks else self._decoder.spec.vocab_size
-        return torch.zeros(num_rows, num_logits, device=self._decoder.device)
-
     def _compute(self, size: int, shares: bool) -> None:
         """Compute the step whose inputs are in static memory, as one of `size` rows."""
         batches = [
@@ -162,21 +157,8 @@ class GraphLadder:
             for group in self._groups
         ]
         adapters = None if self._adapters is None else (self._adapters.rows(size), None)
-        self._run_model(self._ids.device[:size], self._positions.device[:size], batches, adapters)
-
-    def _run_model(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        batches: Sequence[AttentionBatch | StateBatch],
-        adapters: tuple[LoraRows, None] | None,
-    ) -> None:
-        """Run the model over all rows of a step, [n] each, and copy its results to static memory."""
-        size = len(ids)
-        hidden = self._decoder(ids, positions, batches, self._storages, adapters=adapters)
-        self._hidden[:size].copy_(hidden)
-        if self._decoder.ranks is None:
-            self._outputs[:size].copy_(self._decoder.logits(hidden))
+        inputs = StepInputs(self._ids.device[:size], self._positions.device[:size], batches, adapters)
+        self._computed.run(inputs, self._hidden[:size], self._outputs[:size])
 
     def takes(self, items: Sequence[ScheduledSequence]) -> bool:
         """Return whether items of one token each fit into a captured step; items of one sequence are in token order."""
@@ -218,6 +200,25 @@ class GraphLadder:
         builder.put_drawn(self._ids.device, items)
         step.replay()
         return ReplayedStep(self._hidden[:count], self._outputs[:count], self._next_positions.device[:count])
+
+    def run_pass(
+        self, items: Sequence[ScheduledSequence], builder: BatchBuilder, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a pass of an MTP head.
+
+        Args:
+            items, builder: see `run`.
+            hidden: [n, E], for each item the normed hidden state of the token before it; may be the result of the last
+                pass.
+
+        Returns:
+            Normed hidden states of the head [n, E], in static memory that the next pass overwrites; and the likeliest
+            next tokens [n].
+        """
+        if hidden.data_ptr() != self._hidden.data_ptr():
+            self._hidden[: len(items)].copy_(hidden)
+        step = self.run(items, builder)
+        return step.hidden, step.outputs.clone()
 
     def _share(self, laid: LaidOut) -> bool:
         """Let each group look for shared prefixes; return whether reading them once pays for any group."""
