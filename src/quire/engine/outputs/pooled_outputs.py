@@ -5,9 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import RequestFailed, WorkerError
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(slots=True)
+class PooledRequestOutput(Generic[ResultT]):
+    """The result of one pooled request.
+
+    Args:
+        request_id: name of the request.
+        outputs: the result.
+        prompt_token_ids: the prompt's token ids.
+        num_cached_tokens: number of them that came from the prefix cache.
+        finished: always True.
+    """
+
+    request_id: str
+    outputs: ResultT
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
 
 
 @dataclass(slots=True)
@@ -21,23 +43,10 @@ class EmbeddingOutput:
     embedding: list[float]
 
 
-@dataclass(slots=True)
-class EmbeddingRequestOutput:
-    """The embedding of one prompt.
+class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
+    """The embedding of one prompt."""
 
-    Args:
-        request_id: name of the request.
-        outputs: the embedding.
-        prompt_token_ids: the prompt's token ids.
-        num_cached_tokens: number of them that came from the prefix cache.
-        finished: always True.
-    """
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -51,23 +60,10 @@ class ScoringOutput:
     score: float
 
 
-@dataclass(slots=True)
-class ScoringRequestOutput:
-    """The score of one pair of texts.
+class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
+    """The score of one pair of texts; its request is that of the document."""
 
-    Args:
-        request_id: name of the request with the document.
-        outputs: the score.
-        prompt_token_ids: token ids of that request.
-        num_cached_tokens: number of them that came from the prefix cache.
-        finished: always True.
-    """
-
-    request_id: str
-    outputs: ScoringOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -86,23 +82,10 @@ class ClassificationOutput:
         return len(self.probs)
 
 
-@dataclass(slots=True)
-class ClassificationRequestOutput:
-    """The classes of one prompt.
+class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
+    """The classes of one prompt; no token of it comes from the prefix cache."""
 
-    Args:
-        request_id: name of the request.
-        outputs: the classes.
-        prompt_token_ids: the prompt's token ids.
-        num_cached_tokens: always 0.
-        finished: always True.
-    """
-
-    request_id: str
-    outputs: ClassificationOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
+    __slots__ = ()
 
 
 def embedding_of(values: Sequence[float], dimensions: int | None, *, normalize: bool) -> list[float]:

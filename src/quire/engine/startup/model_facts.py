@@ -33,8 +33,6 @@ from quire.ops import BFLOAT16_CAPABILITY
 
 logger = logging.getLogger(__name__)
 
-# Least compute capability of GPUs that compute in bfloat16.
-
 
 def cache_groups(config: EngineConfig, model: Decoder | Encoder, stored: str) -> tuple[KVCacheSpec, ...]:
     """Return the cache groups of a model, in the order of its storages."""
