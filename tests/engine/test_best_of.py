@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.outputs.output_processor import BestOf
+from quire.engine.outputs.beam_outputs import BestOf
 from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from quire.execution.runners.runner import keep_extras
 from quire.execution.step.embeddings import MultimodalEmbeddings
 from quire.memory.prefix.prompt_embeddings import MediaSpan
-from quire.memory.results import NO_OPS
-from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan
+from quire.scheduling.plan import NewSequence, ScheduledSequence
 from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
 
@@ -24,7 +24,7 @@ def rows(
     open_media: MultimodalEmbeddings, *items: ScheduledSequence, finished_ids: tuple[int, ...] = ()
 ) -> dict[int, list[float]] | None:
     """Return the embeddings of a step by row."""
-    open_media.apply_plan(StepPlan(0, items, NO_OPS, finished_ids))
+    keep_extras({"media": open_media.by_sequence}, finished_ids, items)
     starts = [sum(len(one.token_ids) for one in items[:idx]) for idx in range(len(items) + 1)]
     found = open_media.rows(items, starts)
     if found is None:

@@ -166,6 +166,7 @@ class Engine:
             raise InvalidParameter("request_id", request_id, "a non-empty string")
         if request_id in self.outputs:
             raise InvalidParameter("request_id", request_id, "unique among the requests in progress")
+        asked = options.lora_request
         request, text = self.requests.read(
             request_id,
             prompt,
@@ -173,7 +174,7 @@ class Engine:
             options,
             arrival=self._num_requests,
             can_guess=self.scheduler.drafter is not None,
-            adapter=acquire_adapter(self.adapters, options.lora_request),
+            adapter=None if asked is None else acquire_adapter(self.adapters, asked),
         )
         self.scheduler.add(request)
         if self._hand_over is not None:
@@ -377,11 +378,11 @@ class Engine:
     def _count_prompt_tokens(self, items: Sequence[ScheduledSequence]) -> None:
         """Count the prompt tokens that a step computed, and cached ones before them; each token of a prompt once."""
         for item in items:
-            request = self.scheduler.sequences[item.seq_id].request
-            if item.start < request.num_prompt:
-                metrics = self.outputs.states[request.request_id].metrics
-                num_counted = metrics.num_prompt_tokens
-                metrics.num_prompt_tokens = max(num_counted, min(item.start + len(item.token_ids), request.num_prompt))
+            sequence = self.scheduler.sequences[item.seq_id]
+            if item.start < sequence.num_prompt:
+                metrics = self.outputs.states[sequence.request.request_id].metrics
+                num_counted, end = metrics.num_prompt_tokens, item.start + len(item.token_ids)
+                metrics.num_prompt_tokens = max(num_counted, min(end, sequence.num_prompt))
                 self._stats.prompt_tokens += metrics.num_prompt_tokens - num_counted
 
     def _check_items(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:

@@ -73,12 +73,15 @@ class Submitter:
             self._metrics.on_request(params)
 
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as reservation:
-            asked = replace(options, lora_request=await self._adapters.ready(options.lora_request))
+            asked = options
+            if options.lora_request is not None:
+                asked = replace(options, lora_request=await self._adapters.ready(options.lora_request))
             if not isinstance(prompt, PreparedRequest):
                 special = options.add_special_tokens
                 (prompt,) = await self._texts.prepare([prompt], params, add_special_tokens=special)
-            grammars = self._engine.grammars
-            grammar = None if grammars is None else await grammars.wait_for(params.structured_outputs)
+            grammars, grammar = self._engine.grammars, None
+            if grammars is not None and params.structured_outputs is not None:
+                grammar = await grammars.wait_for(params.structured_outputs)
             if self.is_draining:
                 raise RequestError("the engine is shutting down and takes no new requests")
             name = f"request-{next(self._numbers)}-{self._name}" if request_id is None else request_id

@@ -84,6 +84,8 @@ class Admission:
         self._order = order
         self._whole_prompts = whole_prompts
         self.limit = max_num_seqs
+        # Whether a waiting sequence may preempt running ones of a lower priority; the two methods for it are for this.
+        self.has_priorities = order.has_priorities
 
     def check(self, request: Request) -> None:
         """Refuse a request that could never be admitted."""
@@ -105,7 +107,7 @@ class Admission:
     @property
     def outranks_running(self) -> bool:
         """True while the first waiting or swapped sequence could preempt running ones by its priority."""
-        first = self._queues.first_not_running() if self._order.has_priorities else None
+        first = self._queues.first_not_running()
         return first is not None and any(self._order.outranks(first.request, s.request) for s in self._queues.running)
 
     def preempt_lower_priority(self) -> bool:
@@ -113,7 +115,7 @@ class Admission:
 
         No sequence is preempted if the memory of all of them would not be enough.
         """
-        first = self._queues.first_not_running() if self._order.has_priorities and self.limit else None
+        first = self._queues.first_not_running() if self.limit else None
         has_preempted = False
         while first is not None:
             lower = [s for s in self._queues.running if self._order.outranks(first.request, s.request)]

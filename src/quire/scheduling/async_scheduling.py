@@ -170,7 +170,8 @@ class PlansAhead:
 
     def plan(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
         """Return the plan of the step after the one in flight; see `Scheduler.plan_ahead`."""
-        if self.is_short or self._admission.outranks_running:
+        admission = self._admission
+        if self.is_short or (admission.has_priorities and admission.outranks_running):
             return None
         run, self._run = self._run, None
         if run is not None and (run.items is not in_flight.items or not self._is_all(run.sequences)):

@@ -11,10 +11,11 @@ Invariants: S1 to S6.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import takewhile
-from typing import cast
+from operator import attrgetter
+from typing import Final, cast
 
 from quire.errors import InvariantViolation
 from quire.memory.manager import KVCacheManager
@@ -39,6 +40,8 @@ from quire.sequences.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason, SequenceStatus
 
+_TOKEN_IDS: Final = attrgetter("token_ids")
+
 
 class Scheduler:
     """Plans steps over the sequences of all requests.
@@ -62,6 +65,7 @@ class Scheduler:
         drafts: reservation of draft slots; holds the drafter.
         preemption: preemption of sequences; holds the measured transfer rates.
         microbatches: plans in flight in a pipeline; None without a pipeline.
+        plans_ahead: see the argument.
         chunk_tokens: maximum number of prompt tokens in a step with decoding sequences; None for the whole budget.
         observer: receives every command, if set.
     """
@@ -113,6 +117,7 @@ class Scheduler:
             whole_prompts=whole_prompts,
         )
         queues, sequences, admission = self._queues, self.sequences, self._admission
+        self.plans_ahead = plans_ahead
         self._ahead: PlansAhead | None = None
         if plans_ahead:
             self._ahead = PlansAhead(memory, queues, sequences, self.drafts, admission, self._plan_as_it_is)
@@ -172,11 +177,6 @@ class Scheduler:
         return plan
 
     @property
-    def plans_ahead(self) -> bool:
-        """True if the scheduler plans a step before the results of the previous step are read."""
-        return self._ahead is not None
-
-    @property
     def draws_on_device(self) -> bool:
         """True if plans are made ahead and the device draws the next token of each running sequence."""
         return self._ahead is not None and self._ahead.draws_on_device
@@ -216,7 +216,7 @@ class Scheduler:
         return self._plan_of(tick, scheduled) if scheduled else None
 
     def _plan_step(self, tick: int) -> StepPlan:
-        has_preempted = bool(self.waiting or self.swapped) and self._admission.preempt_lower_priority()
+        has_preempted = self._admission.has_priorities and self._admission.preempt_lower_priority()
         preemptions_before = self.stats.num_preemptions
         scheduled, spare = self._schedule_running(leaves_room=has_preempted)
         if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):
@@ -258,48 +258,36 @@ class Scheduler:
         """
         if self.observer is not None:
             self.observer.update_from_results(items, results)
+        drawn: Iterator[tuple[int, ...]]  # tokens of each item, without a Python call for each
         if isinstance(items, DecodeItems) and isinstance(results, DecodeResults):
-            decoding = list(map(self.sequences.get, items.seq_ids))
-            if None not in decoding:
-                return self._take_tokens(items.seq_ids, cast(list[Sequence], decoding), results.token_ids)
-        find, computed = self.sequences.get, {}
-        sequences = [find(item.seq_id) for item in items]
-        for item, sequence in zip(items, sequences, strict=True):
-            if sequence is not None and not sequence.draft:
-                computed[item.seq_id] = sequence.num_computed = sequence.num_computed + len(item.token_ids)
-        self.memory.publish_each(computed)
+            sequences, drawn = list(map(self.sequences.get, items.seq_ids)), zip(results.token_ids)
+        else:
+            find = self.sequences.get
+            sequences, drawn = [find(item.seq_id) for item in items], map(_TOKEN_IDS, results)
+        if isinstance(items, DecodeItems) and None not in sequences:
+            self.memory.publish_next(items.seq_ids)
+            for decoding in cast(list[Sequence], sequences):
+                decoding.num_computed += 1
+        else:
+            computed: dict[int, int] = {}
+            for item, sequence in zip(items, sequences, strict=True):
+                if sequence is not None and not sequence.draft:
+                    computed[item.seq_id] = sequence.num_computed = sequence.num_computed + len(item.token_ids)
+            self.memory.publish_each(computed)
         events: list[SequenceEvent] = []
-        for idx, (sequence, result) in enumerate(zip(sequences, results, strict=True)):
+        for idx, (sequence, token_ids) in enumerate(zip(sequences, drawn, strict=True)):
             if sequence is None or sequence.finish_reason is not None:  # an edit before may have ended it
                 continue
-            token_ids, edit, tokens = result.token_ids, sequence.default_edit, sequence.tokens
+            tokens, edit = sequence.tokens, sequence.default_edit
             if sequence.draft:
-                sequence.draft = result.draft or sequence.draft
+                sequence.draft = results[idx].draft or sequence.draft
             elif edit is not None and len(token_ids) == 1 and end_of_tokens(sequence, token_ids[0]) is None:
                 tokens.append(token_ids[0])
                 events.append((idx, sequence, edit, len(tokens)))
                 continue
-            elif not token_ids and not result.pooled:
+            elif not token_ids and not results[idx].pooled:
                 continue
             events += self._edits.apply(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
-        return events
-
-    def _take_tokens(self, seq_ids: list[int], sequences: list[Sequence], token_ids: list[int]) -> list[SequenceEvent]:
-        """Append one token to each decoding sequence: `update_from_results` in columns, with fewer loops."""
-        self.memory.publish_next(seq_ids)
-        for sequence in sequences:
-            sequence.num_computed += 1
-        events: list[SequenceEvent] = []
-        for idx, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
-            if sequence.finish_reason is not None:  # an edit before has ended it
-                continue
-            tokens, edit = sequence.tokens, sequence.default_edit
-            if edit is not None and end_of_tokens(sequence, token_id) is None:
-                tokens.append(token_id)
-                events.append((idx, sequence, edit, len(tokens)))
-            else:
-                edits = sequence.strategy.advance(sequence, (token_id,))
-                events += self._edits.apply(idx, sequence, (token_id,), edits)
         return events
 
     def withdraw(self, plan: StepPlan) -> tuple[str, ...]:

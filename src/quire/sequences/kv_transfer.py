@@ -45,8 +45,6 @@ class KVTransferParams:
 
 def read_extra_args(value: object) -> Mapping[str, Any] | None:
     """Return the checked extra arguments of a request; only `kv_transfer_params` is known."""
-    if value is None:
-        return None
     if not isinstance(value, Mapping) or value.keys() - {NAME}:
         raise InvalidParameter("extra_args", value, f"a mapping with {NAME}, or None")
     params = value.get(NAME)

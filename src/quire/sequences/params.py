@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from functools import cache
 from typing import Any, Final
 
 from quire.config.hints import SAMPLING_HINTS, hint_for
@@ -119,6 +120,19 @@ class SamplingParams:
             `DELTA`, costs the same at every token; `CUMULATIVE`, vLLM's default, copies the whole output each time.
             `LLM.generate` always returns whole outputs.
 
+    Attributes:
+        num_sequences: number of sequences that run at once: samples or beams.
+        is_ranked: True if more sequences are sampled than returned.
+        is_greedy: True if the likeliest token is always chosen.
+        measures_tokens: True if the log probability of each chosen token is needed.
+        penalizes_tokens: True if a repetition, presence or frequency penalty is set.
+        needs_history: True if the logits processing depends on the tokens before.
+        adjusts_logits: True if a parameter other than a grammar changes the logits at every position; `min_tokens` does
+            at the first ones.
+        is_constrained: True if the next token depends on a state that the host updates after it has read the previous
+            token.
+        needs_host: True if a parameter is set that device sampling does not support, by the metadata of its field.
+
     Raises:
         InvalidParameter: a value is not allowed; the message names the field, the value and the allowed values.
         UnknownParameter: no such field; for well-known names the message names a replacement.
@@ -166,8 +180,16 @@ class SamplingParams:
     strategy: Strategy[Any] | None = field(default=None, metadata=_ON_DEVICE | _NO_FLAG)
     extra_args: Mapping[str, Any] | None = field(default=None, metadata=_ON_DEVICE | _NO_FLAG)
     output_kind: RequestOutputKind = field(default=RequestOutputKind.DELTA, metadata=_ON_DEVICE | _NO_FLAG)
+    # Derived from the parameters above, once: every step reads some of them.
+    num_sequences: int = field(init=False, default=1, repr=False)
+    is_ranked: bool = field(init=False, default=False, repr=False)
+    is_greedy: bool = field(init=False, default=False, repr=False)
+    measures_tokens: bool = field(init=False, default=False, repr=False)
     penalizes_tokens: bool = field(init=False, default=False, repr=False)
     needs_history: bool = field(init=False, default=False, repr=False)
+    adjusts_logits: bool = field(init=False, default=False, repr=False)
+    is_constrained: bool = field(init=False, default=False, repr=False)
+    needs_host: bool = field(init=False, default=False, repr=False)
     # The last field, so that copying and unpickling set all others without a check.
     is_checked: bool = field(init=False, default=False, repr=False, compare=False)
 
@@ -222,9 +244,11 @@ class SamplingParams:
         put(self, "logits_processors", processors(self.logits_processors))
         put(self, "strategy", strategy(self.strategy))
         _check_kind(self.output_kind)
-        put(self, "structured_outputs", structured_outputs(self.structured_outputs))
+        if self.structured_outputs is not None:
+            put(self, "structured_outputs", structured_outputs(self.structured_outputs))
         put(self, "logit_bias", logit_bias(self.logit_bias))
-        put(self, "extra_args", read_extra_args(self.extra_args))
+        if self.extra_args is not None:
+            put(self, "extra_args", read_extra_args(self.extra_args))
         if self.allowed_token_ids is not None:
             allowed = token_ids("allowed_token_ids", self.allowed_token_ids, limit=MAX_ALLOWED_IDS)
             if not allowed:
@@ -250,52 +274,15 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise InvalidParameter("stop", self.stop, "empty when detokenize is false (stop strings need text)")
         _check_form(self)
-        put(self, "penalizes_tokens", _penalties(self) != (1.0, 0.0, 0.0))
-        put(self, "needs_history", _needs_history(self))
         put(self, "length_penalty", _check_beams(self))
+        for name, value in _derived(self).items():
+            put(self, name, value)
         put(self, "is_checked", True)
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences that run at once: samples or beams."""
-        return self.beam_width or self.best_of or self.n
-
-    @property
-    def is_ranked(self) -> bool:
-        """True if more sequences are sampled than returned."""
-        return self.best_of is not None and self.best_of > self.n
 
     @property
     def kv_transfer(self) -> KVTransferParams | None:
         """Parameters of the transfer of the prompt's blocks; None for no transfer."""
         return None if self.extra_args is None else self.extra_args[KV_TRANSFER]
-
-    @property
-    def measures_tokens(self) -> bool:
-        """True if the log probability of each chosen token is needed."""
-        return self.logprobs is not None or self.is_ranked
-
-    @property
-    def is_constrained(self) -> bool:
-        """True if the next token depends on a state that the host updates after it has read the previous token."""
-        return self.structured_outputs is not None or self.thinking_token_budget is not None
-
-    @property
-    def needs_host(self) -> bool:
-        """True if a parameter is set that device sampling does not support, by the metadata of its field.
-
-        This loops over all fields: read it once for a request.
-        """
-        return any(
-            getattr(self, item.name) != item.default
-            for item in fields(self)
-            if item.init and not item.metadata.get("on_device", False)
-        )
-
-    @property
-    def is_greedy(self) -> bool:
-        """True if the likeliest token is always chosen."""
-        return self.temperature == 0.0
 
     def check_for_model(self, *, vocab_size: int, max_num_seqs: int) -> None:
         """Check the limits of the model and the engine.
@@ -351,8 +338,31 @@ def _check_form(params: SamplingParams) -> None:
         integer("thinking_token_budget", budget, 0, 2**31 - 1)
 
 
-def _needs_history(params: SamplingParams) -> bool:
-    return bool(params.penalizes_tokens or params.dry_multiplier or params.bad_words or params.logits_processors)
+def _derived(params: SamplingParams) -> dict[str, Any]:
+    """Return the values of the derived fields."""
+    is_ranked = params.best_of is not None and params.best_of > params.n
+    penalizes_tokens = _penalties(params) != (1.0, 0.0, 0.0)
+    needs_history = bool(penalizes_tokens or params.dry_multiplier or params.bad_words or params.logits_processors)
+    kind: Any = type(params)
+    return {
+        "num_sequences": params.beam_width or params.best_of or params.n,
+        "is_ranked": is_ranked,
+        "is_greedy": params.temperature == 0.0,
+        "measures_tokens": params.logprobs is not None or is_ranked,
+        "penalizes_tokens": penalizes_tokens,
+        "needs_history": needs_history,
+        "adjusts_logits": needs_history or bool(params.logit_bias) or params.allowed_token_ids is not None,
+        "is_constrained": params.structured_outputs is not None or params.thinking_token_budget is not None,
+        "needs_host": any(getattr(params, name) != default for name, default in _host_fields(kind)),
+    }
+
+
+@cache
+def _host_fields(cls: type[Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the fields that device sampling does not support, with their defaults."""
+    return tuple(
+        (item.name, item.default) for item in fields(cls) if item.init and not item.metadata.get("on_device", False)
+    )
 
 
 def _check_kind(kind: object) -> None:

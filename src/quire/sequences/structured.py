@@ -120,9 +120,9 @@ class StructuredOutputs:
 StructuredOutputsParams = StructuredOutputs
 
 
-def structured_outputs(value: object) -> StructuredOutputs | None:
+def structured_outputs(value: object) -> StructuredOutputs:
     """Return structured outputs from an instance or from a mapping of its fields."""
-    if value is None or isinstance(value, StructuredOutputs):
+    if isinstance(value, StructuredOutputs):
         return value
     names = [item.name for item in fields(StructuredOutputs)]
     if not isinstance(value, Mapping):

@@ -44,14 +44,14 @@ class StepRecorder:
 
     def record_step(self, items: Sequence[ScheduledSequence], elapsed_s: float, *, overlaps: bool = False) -> int:
         """Record a step; return its number of tokens, including drafts."""
-        is_decode = isinstance(items, DecodeItems)
+        is_decode, num_seqs = isinstance(items, DecodeItems), len(items)
         num_drafts = 0 if is_decode else sum([item.num_draft for item in items])
         # Drafts are not tokens of a prompt.
-        counts = [1] * len(items) if is_decode else [len(item.token_ids) - item.num_draft for item in items]
+        counts = [1] * num_seqs if is_decode else [len(item.token_ids) - item.num_draft for item in items]
         num_tokens = sum(counts)
-        if num_tokens == len(items):
-            self._record_decode(len(items), num_drafts, None if overlaps else elapsed_s)
-        self.record_prefill(num_tokens, len(items), elapsed_s)
+        if num_tokens == num_seqs:
+            self._record_decode(num_seqs, num_drafts, None if overlaps else elapsed_s)
+        self.record_prefill(num_tokens, num_seqs, elapsed_s)
         if self._chunk_size is not None:
             num_decoding = counts.count(1)
             self._chunk_size.record_step(num_decoding, num_tokens - num_decoding, elapsed_s)

@@ -18,7 +18,7 @@ class SampleText:
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         params = request.params
         self.num_output = 0
-        self._stops = StopStrings(params.stop, is_included=params.include_stop_str_in_output)
+        self._stops = StopStrings(params.stop, is_included=params.include_stop_str_in_output) if params.stop else None
         self._shows_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -36,16 +36,18 @@ class SampleText:
         if self._detokenizer is None:
             return "", None
         text = self._detokenizer.push(token_ids[:-1] if is_end_token and not self._shows_stop else token_ids)
+        if self._stops is None:
+            return text, None
         return self._stops.push(text, can_stop=num_output > self._min_tokens)
 
     def flush(self) -> str:
         """Return the text that is still held back, after an end without a stop string."""
-        return self._stops.flush()
+        return "" if self._stops is None else self._stops.flush()
 
     def fork(self) -> SampleText:
         """Return an independent copy."""
         copy = SampleText.__new__(SampleText)
-        copy._stops = self._stops.fork()
+        copy._stops = None if self._stops is None else self._stops.fork()
         copy._shows_stop = self._shows_stop
         copy._min_tokens = self._min_tokens
         copy.num_output = self.num_output

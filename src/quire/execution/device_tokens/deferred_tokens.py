@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.distributed.rank_group import RankGroup
 from quire.execution.step.device_health import step_error
 from quire.execution.step.pinned import placed, select_rows
-from quire.scheduling.decode_columns import DecodeItems, DecodeResults, seq_ids_of
+from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepResult
 from quire.sequences.decoding.drafting import UNKNOWN
 
@@ -45,17 +45,15 @@ class DeferredTokens:
         """Begin a step: its placeholders stand for the tokens that the previous step has sampled."""
         self._before, self._own, self._reads, self._drawn = self._own, [], [], None
 
-    def add(
-        self, items: Sequence[ScheduledSequence], token_ids: Tensor, read: Callable[[], Sequence[ItemResult]]
-    ) -> None:
+    def add(self, seq_ids: list[int], token_ids: Tensor, read: Callable[[], Sequence[ItemResult]]) -> None:
         """Keep tokens of the present step.
 
         Args:
-            items: items that they were sampled for.
+            seq_ids: sequences that they were sampled for.
             token_ids: int64 [n] on the device; nothing may write to it afterwards.
             read: returns the results of the items; it waits for the device.
         """
-        self._own.append((seq_ids_of(items), token_ids))
+        self._own.append((seq_ids, token_ids))
         self._reads.append(read)
 
     def add_read(self, read: Callable[[], Sequence[ItemResult]]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from quire.execution.capture.draft_ladder import MTPLadder
 from quire.execution.capture.graph_ladder import GraphLadder
 from quire.execution.device_tokens.device_tokens import (
     DeviceDrafts,
@@ -93,7 +92,6 @@ class MTPDrafter:
         """
         ladder = self._ladder
         if ladder is not None and ladder.takes(items):
-            assert isinstance(ladder, MTPLadder)
             return ladder.run_pass(items, self._builder, hidden)
         batch = self._builder.lay_out(items, self._groups[:-1])
         hidden = self._head.run(batch.input_ids, batch.positions, batch.groups, self._storages, hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -81,6 +81,7 @@ class ModelRunner:
     ) -> None:
         num_own = len(decoder.cache_groups)
         self._decoder, self.draft, self.captured = decoder, draft, captured
+        self._ranks, self._is_follower = decoder.ranks, decoder.is_follower
         self._groups = range(num_own)
         self._storages = tuple(storages[:num_own])
         self._blocks = BlockCopier(storages, host_bytes, disk)
@@ -88,6 +89,12 @@ class ModelRunner:
         self._pooler = Pooler(decoder)
         self._adapters = AdapterRows()
         self._embeddings = media
+        # See `keep_extras`.
+        self._extras: dict[str, dict[int, Any]] = {
+            "media": media.by_sequence,
+            "pooling": self._pooler.by_sequence,
+            "adapter": self._adapters.by_sequence,
+        }
         self._prefaulter = prefaulter
 
     def measure_copies(self) -> float | None:
@@ -123,10 +130,9 @@ class ModelRunner:
             self._blocks.apply(plan.ops.copies, plan.ops.saves)
         is_opening = not isinstance(items, DecodeItems) and any(map(_NEW_SEQUENCE, items))
         if plan.finished_ids or is_opening:
-            changes = plan if is_opening else plan._replace(items=())
-            self._embeddings.apply_plan(changes)
-            self._pooler.apply_plan(changes)
-            self._adapters.apply_plan(changes)
+            keep_extras(self._extras, plan.finished_ids, items if is_opening else ())
+            for seq_id in plan.finished_ids:
+                self._pooler.sums.pop(seq_id, None)
         self._builder.apply_plan(plan)
         drafts = None if self.draft is None else self.draft.guess(items)
         if drafts is not None and self._sampler.masks_drafts(items):
@@ -138,12 +144,13 @@ class ModelRunner:
         if self._pooler.by_sequence:
             reads_all |= self._pooler.reads_all(items)
         if isinstance(items, DecodeItems):
-            counts = [1] * len(items)
+            counts = [1] * len(items.seq_ids)
         else:
             counts = [item.num_draft + 1 if item.num_samples else 0 for item in items]
         step = None if is_measured else self._replay(items)
         if step is None:
-            hidden = self._compute(items, None if reads_all else counts, given)
+            # Decodes have no other rows than their last ones.
+            hidden = self._compute(items, None if reads_all or isinstance(items, DecodeItems) else counts, given)
         else:
             hidden = step.hidden
             if sum(counts) < len(hidden):
@@ -152,7 +159,7 @@ class ModelRunner:
             items = drafts.read(items)
         if isinstance(self.draft, MTPDrafter):
             self.draft.follow(items, hidden, given)
-        if self._decoder.is_follower:
+        if self._is_follower:
             self._decoder.serve_head()
             return StepResult(plan.tick, ())
         if self._pooler.by_sequence:
@@ -209,10 +216,10 @@ class ModelRunner:
         found: tuple[tuple[Candidate, ...], ...] = ()
         if not sampled:
             return [known.get(item.seq_id) or ItemResult(item.seq_id, ()) for item in items], found
-        drawn = None if beams or self._decoder.ranks is None else self._draw_likeliest(sampled, hidden)
+        drawn = None if beams or self._ranks is None else self._draw_likeliest(sampled, hidden)
         if drawn is None:
             drawn, found = self._draw(sampled, hidden, beams, step)
-        if len(sampled) == len(items):
+        if sampled is items:
             return drawn, found
         known |= {result.seq_id: result for result in drawn}
         return [known.get(item.seq_id) or ItemResult(item.seq_id, ()) for item in items], found
@@ -230,7 +237,7 @@ class ModelRunner:
         step: ReplayedStep | None,
     ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
         """Draw from the logits of a replayed step, or of `hidden`; see `_sample`."""
-        if step is not None and not beams and self._decoder.ranks is None:
+        if step is not None and not beams and self._ranks is None:
             logits, positions = step.outputs, step.next_positions
         else:
             logits, positions = self._decoder.logits(hidden), None
@@ -242,6 +249,27 @@ class ModelRunner:
             logger.exception("sampling %d sequences at once failed; each is sampled by itself", len(sampled))
         del logits  # memory may have run out, and the error held the logits until here
         return sample_apart(self._sampler, lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)
+
+
+def keep_extras(
+    extras: Mapping[str, dict[int, Any]], finished_ids: Sequence[int], items: Sequence[ScheduledSequence]
+) -> None:
+    """Drop the extras of finished sequences, and keep those of new ones.
+
+    Args:
+        extras: by the name of a field of `NewSequence` that most sequences have not: its values by sequence.
+        finished_ids: sequences that have finished, before `items` are opened.
+        items: items that may open sequences.
+    """
+    for by_sequence in extras.values():
+        for seq_id in finished_ids:
+            by_sequence.pop(seq_id, None)
+    for item in items:
+        if item.new_sequence is not None:
+            for name, by_sequence in extras.items():
+                extra = getattr(item.new_sequence, name)
+                if extra is not None and extra != ():
+                    by_sequence[item.seq_id] = extra
 
 
 class InProcessExecutor:

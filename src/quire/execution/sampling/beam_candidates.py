@@ -25,12 +25,12 @@ class BeamRow(NamedTuple):
     """The row of one beam.
 
     Args:
-        adjustments: logits processing of its request.
+        adjustments: logits processing of its request; None for none.
         position: position of the token that the row's logits are for.
         num_logprobs: number of most probable tokens to list; None without log probabilities.
     """
 
-    adjustments: LogitsProcessing
+    adjustments: LogitsProcessing | None
     position: int
     num_logprobs: int | None
 
@@ -82,7 +82,7 @@ def _best_of_rows(
         changed = [
             (row, known.adjustments, known.position)
             for row, known in enumerate(rows[start : start + tile])
-            if not known.adjustments.is_none(known.position)
+            if known.adjustments is not None and not known.adjustments.is_none(known.position)
         ]
         if changed:
             errors |= {start + row: error for row, error in adjust(part, changed, keep).items()}

@@ -53,13 +53,8 @@ class LogitsProcessing:
 
     def is_none(self, position: int) -> bool:
         """True if the logits of the token at `position` are not changed."""
-        return (
-            self.history is None
-            and self.grammar_state is None
-            and self.allowed_ids is None
-            and len(self.bias_ids) == 0
-            and not self.is_suppressing(position)
-        )
+        is_always = self.params.adjusts_logits or self.grammar_state is not None
+        return not (is_always or self.is_suppressing(position))
 
     @property
     def shows_bad_logits(self) -> bool:

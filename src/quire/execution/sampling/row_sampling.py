@@ -61,28 +61,26 @@ class SamplingState:
         self.prompt_ids = (
             new_sequence.token_ids[: new_sequence.num_prompt] if params.prompt_logprobs is not None else ()
         )
-        self.adjustments = LogitsProcessing(new_sequence, device, grammar_state)
-        self.filter = Filter.of(params)
-        # Whether its tokens are always drawn by the host.
-        self.needs_host = params.needs_host
+        # None if its logits are never changed.
+        self.adjustments: LogitsProcessing | None = None
+        if grammar_state is not None or params.adjusts_logits or params.min_tokens:
+            self.adjustments = LogitsProcessing(new_sequence, device, grammar_state)
+        self.has_grammar = grammar_state is not None
+        # Whether the processing of a row's logits depends on the tokens before it, including drafts.
+        self.looks_back = params.needs_history
+        # Whether sampling is greedy, without any other option.
+        self.is_plain = params.is_greedy and self.adjustments is None and not params.measures_tokens
 
-    @property
-    def looks_back(self) -> bool:
-        """Return whether the processing of a row's logits depends on the tokens before it, including drafts."""
-        return self.adjustments.history is not None
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether sampling is greedy, without any other option."""
-        params = self.params
-        is_greedy = params.is_greedy and params.min_tokens == 0 and not params.measures_tokens
-        return is_greedy and self.adjustments.is_none(0)
+    @cached_property
+    def filter(self) -> Filter:
+        """The filters of its rows, unless it is greedy."""
+        return Filter.of(self.params)
 
     @cached_property
     def parameters(self) -> SequenceParameters:
         """Its parameters in a batch."""
         params, own = self.params, self.filter
-        has_more = params.measures_tokens or params.penalizes_tokens or self.adjustments.grammar_state is not None
+        has_more = params.measures_tokens or params.penalizes_tokens or self.has_grammar
         kind = GREEDY
         if not params.is_greedy:
             kind = WHOLE if own.keeps_all else FEW if 0 < own.top_k <= NARROW else MANY
@@ -116,28 +114,33 @@ class SampledRow(NamedTuple):
 
 def sample_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> list[SampledRow]:
     """Sample the tokens of each row of logits, float32 [R, V], overwritten; no row's tokens depend on other rows."""
-    adjusted = [row_idx for row_idx, row in enumerate(rows) if not row.state.adjustments.is_none(row.position)]
+    changes = [
+        (row_idx, row.state.adjustments, row.position)
+        for row_idx, row in enumerate(rows)
+        if row.state.adjustments is not None and not row.state.adjustments.is_none(row.position)
+    ]
     measured = [row_idx for row_idx, row in enumerate(rows) if row.state.params.measures_tokens]
     errors: dict[int, str] = {}
-    if not all(rows[row_idx].state.adjustments.shows_bad_logits for row_idx in adjusted):
+    if not all(adjustments.shows_bad_logits for _, adjustments, _ in changes):
         errors = refuse(logits, logits.amax(-1, keepdim=True), BAD_LOGITS)
     raw = logits[measured] if measured else logits
-    if adjusted:
-        changes = [(row_idx, rows[row_idx].state.adjustments, rows[row_idx].position) for row_idx in adjusted]
+    if changes:
         errors = adjust(logits, changes, keep) | errors
-    nothing_left = NO_TOKEN if adjusted else BAD_LOGITS
+    nothing_left = NO_TOKEN if changes else BAD_LOGITS
     if all(row.state.params.is_greedy for row in rows):
         greatest, chosen = logits.max(-1, keepdim=True)
         errors = refuse(logits, greatest, nothing_left) | errors
     else:
         errors = refuse(logits, logits.amax(-1, keepdim=True), nothing_left) | errors
-        chosen = _choose(logits, rows, is_sparse=bool(adjusted))
+        chosen = _choose(logits, rows, is_sparse=bool(changes))
     token_ids = [
         tuple(ids * row.num_samples)[: row.num_samples] for row, ids in zip(rows, chosen.tolist(), strict=True)
     ]
-    counts = [rows[row_idx].state.params.logprobs or 0 for row_idx in measured]
-    measures = _measure_drawn(raw, [token_ids[row_idx] for row_idx in measured], counts)
-    logprobs = dict(zip(measured, measures, strict=True))
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    if measured:
+        counts = [rows[row_idx].state.params.logprobs or 0 for row_idx in measured]
+        measures = _measure_drawn(raw, [token_ids[row_idx] for row_idx in measured], counts)
+        logprobs = dict(zip(measured, measures, strict=True))
     return [
         SampledRow(error=errors[row_idx]) if row_idx in errors else SampledRow(ids, logprobs.get(row_idx, ()))
         for row_idx, ids in enumerate(token_ids)

@@ -117,7 +117,7 @@ class Sampler:
         return self._has_grammars or any(each is not None and each.params.is_constrained for each in opened)
 
     def _close(self, seq_id: int) -> None:
-        if self._grammar_states is not None:
+        if self._grammar_states is not None and self._has_grammars:
             self._grammar_states.close(seq_id)
         for known in (self.states, self._special, self._with_history, self._with_prompt, self._on_host):
             known.pop(seq_id, None)
@@ -126,17 +126,18 @@ class Sampler:
 
     def _open(self, seq_id: int, new_sequence: NewSequence) -> None:
         self._close(seq_id)  # an opening replaces all that was known
-        grammar_state = None if self._grammar_states is None else self._grammar_states.open(seq_id, new_sequence)
-        self._has_grammars |= grammar_state is not None
+        grammar_state = None
+        if self._grammar_states is not None and new_sequence.params.is_constrained:
+            grammar_state, self._has_grammars = self._grammar_states.open(seq_id, new_sequence), True
         state = self.states[seq_id] = SamplingState(new_sequence, self._device, grammar_state)
-        history = state.adjustments.history
-        if history is not None and not self._is_follower:
-            self._with_history[seq_id] = history
+        adjustments = state.adjustments
+        if adjustments is not None and adjustments.history is not None and not self._is_follower:
+            self._with_history[seq_id] = adjustments.history
         if state.prompt_ids:
             self._with_prompt[seq_id] = state
         if not state.is_plain:
             self._special[seq_id] = state
-        if state.needs_host or state.adjustments.suppressed_until:
+        if state.params.needs_host or (adjustments is not None and adjustments.suppressed_until):
             self._on_host[seq_id] = state
 
     def sample(
@@ -184,7 +185,9 @@ class Sampler:
         state = self._on_host.get(item.seq_id)
         if state is None:
             return True
-        return not (state.needs_host or state.adjustments.is_suppressing(next_position(item)))
+        adjustments = state.adjustments
+        is_suppressing = adjustments is not None and adjustments.is_suppressing(next_position(item))
+        return not (state.params.needs_host or is_suppressing)
 
     def _sample_on_host(self, logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
         """Sample every item's tokens; see `sample`."""
@@ -202,7 +205,9 @@ class Sampler:
             ]
             drawn = sample_rows(logits, rows, self.keep)
             results = [one.result_of(item) for item, one in zip(items, drawn, strict=True)]
-        return results if self._grammar_states is None else self._grammar_states.append(items, results)
+        if self._grammar_states is None or not self._has_grammars:
+            return results
+        return self._grammar_states.append(items, results)
 
     def take_likeliest(
         self, greatest: torch.Tensor, chosen: torch.Tensor, items: Sequence[ScheduledSequence]
@@ -242,8 +247,8 @@ class Sampler:
             return list(self._follow(drawn.items, row_results(drawn), drawn))
         items, token_ids = drawn.items, cast(torch.Tensor, drawn.found)[0]
         histories = [self._with_history.get(item.seq_id) for item in items] if self._with_history else ()
-        self._deferred.add(items, token_ids, partial(self._read, _copied(drawn), histories))
         seq_ids = seq_ids_of(items)
+        self._deferred.add(seq_ids, token_ids, partial(self._read, _copied(drawn), histories))
         if seq_ids is not self._empty[0] and seq_ids != self._empty[0]:
             self._empty = seq_ids, plain_results(seq_ids, repeat(()))
         return self._empty[1].copy()

@@ -64,7 +64,7 @@ def _learn_draft(item: ScheduledSequence, state: SamplingState, draft_idx: int, 
     draft = item.token_ids[offset : offset + 1]
     if drawn.token_ids != tuple(draft):
         return False
-    if state.adjustments.history is not None:
+    if state.adjustments is not None and state.adjustments.history is not None:
         state.adjustments.history.sync(item.start + offset, draft, is_end=True)
     return True
 

@@ -6,22 +6,14 @@ from collections.abc import Sequence
 
 from quire.ops.interface.lora import LoraRows
 from quire.scheduling.decode_columns import seq_ids_of
-from quire.scheduling.plan import ScheduledSequence, StepPlan
+from quire.scheduling.plan import ScheduledSequence
 
 
 class AdapterRows:
-    """Keeps the adapter of each open sequence."""
+    """The adapter of each open sequence, in `by_sequence`."""
 
     def __init__(self) -> None:
         self.by_sequence: dict[int, int] = {}
-
-    def apply_plan(self, plan: StepPlan) -> None:
-        """Drop the finished sequences, and add new ones that have an adapter."""
-        for seq_id in plan.finished_ids:
-            self.by_sequence.pop(seq_id, None)
-        for item in plan.items:
-            if item.new_sequence is not None and item.new_sequence.adapter is not None:
-                self.by_sequence[item.seq_id] = item.new_sequence.adapter
 
     def rows_of_decodes(self, items: Sequence[ScheduledSequence]) -> LoraRows | None:
         """Return the rows with an adapter, for items of one token each; None if no row has one."""

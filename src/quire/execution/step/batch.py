@@ -137,6 +137,7 @@ class BatchBuilder:
 
     def _lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None) -> Batch:
         """Lay items out as `lay_out` does, with their placeholders."""
+        items = items.items if isinstance(items, DecodeItems) else items
         counts = [len(item.token_ids) for item in items]
         row_starts = list(accumulate(counts, initial=0))
         input_ids = self._placed(chain.from_iterable([item.token_ids for item in items]))

@@ -8,24 +8,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.scheduling.plan import ScheduledSequence, StepPlan
+from quire.scheduling.plan import ScheduledSequence
 from quire.sequences.media import Media
 
 
 class MultimodalEmbeddings:
-    """Keeps the media of each sequence from its opening until it is closed."""
+    """The media of each open sequence, in `by_sequence`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.by_sequence: dict[int, tuple[Media, ...]] = {}
-
-    def apply_plan(self, plan: StepPlan) -> None:
-        """Drop the finished sequences, and add new ones that have media."""
-        for seq_id in plan.finished_ids:
-            self.by_sequence.pop(seq_id, None)
-        for item in plan.items:
-            if item.new_sequence is not None and item.new_sequence.media:
-                self.by_sequence[item.seq_id] = item.new_sequence.media
 
     def rows(self, items: Sequence[ScheduledSequence], row_starts: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """Return the rows of a step with multimodal embeddings, int64 [M], and these [M, E]; None without any."""

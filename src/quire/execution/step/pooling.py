@@ -9,29 +9,20 @@ from math import isfinite
 from torch import Tensor
 
 from quire.models.modules.decoder import Decoder
-from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
+from quire.scheduling.plan import ItemResult, ScheduledSequence
 from quire.sequences.pooling import Pooling
 
 BAD_HIDDEN = "the model gave a result that is not of finite numbers"
 
 
 class Pooler:
-    """Computes the results of pooled sequences; `by_sequence` has the open ones."""
+    """Computes the results of pooled sequences: `by_sequence` has the open ones, and `sums` the states of some."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.by_sequence: dict[int, Pooling] = {}
         # Sums of the states of the tokens computed so far, [E] of float64, and their number.
-        self._sums: dict[int, tuple[Tensor, int]] = {}
-
-    def apply_plan(self, plan: StepPlan) -> None:
-        """Drop the finished sequences, and add new ones that are pooled."""
-        for seq_id in plan.finished_ids:
-            self.by_sequence.pop(seq_id, None)
-            self._sums.pop(seq_id, None)
-        for item in plan.items:
-            if item.new_sequence is not None and item.new_sequence.pooling is not None:
-                self.by_sequence[item.seq_id] = item.new_sequence.pooling
+        self.sums: dict[int, tuple[Tensor, int]] = {}
 
     def reads_all(self, items: Sequence[ScheduledSequence]) -> bool:
         """Return whether the hidden states of all rows are needed, for an item that takes the mean over its prompt."""
@@ -51,8 +42,8 @@ class Pooler:
             if pooling is not None and pooling.kind == "mean":
                 # In float64, so that the chunks of a prompt hardly change the sum.
                 rows = self._decoder.normed(hidden[start:end]).double().sum(0)
-                total, count = self._sums.get(item.seq_id, (None, 0))
-                self._sums[item.seq_id] = (rows if total is None else total + rows), count + end - start
+                total, count = self.sums.get(item.seq_id, (None, 0))
+                self.sums[item.seq_id] = (rows if total is None else total + rows), count + end - start
 
     def take(
         self, items: Sequence[ScheduledSequence], hidden: Tensor
@@ -75,8 +66,8 @@ class Pooler:
         logits = dict(zip(scored, self._decoder.logits(hidden[scored]), strict=True)) if scored else {}
         for idx, (seq_id, state) in enumerate(zip(seq_ids, self._decoder.normed(hidden).float(), strict=True)):
             token_ids = self.by_sequence[seq_id].token_ids
-            if seq_id in self._sums:
-                total, count = self._sums.pop(seq_id)
+            if seq_id in self.sums:
+                total, count = self.sums.pop(seq_id)
                 state = (total / count).float()
             results[seq_id] = pooled_result(seq_id, (logits[idx][list(token_ids)] if token_ids else state).tolist())
         return results

@@ -30,8 +30,9 @@ class Publication:
         """Compute a new sequence's first publication point and its snapshot points; its tokens are its prompt."""
         tables = self._tables
         state.next_publish_at = next_publish_at(tables.groups, self._windowed_groups, state)
-        size = tables.groups[0].spec.block_size
-        state.snapshot_points = self._snapshots.snapshot_points_of(state.chain, hit, size)
+        if tables.recurrent_groups:
+            size = tables.groups[0].spec.block_size
+            state.snapshot_points = self._snapshots.snapshot_points_of(state.chain, hit, size)
 
     def step_limit(self, state: SequenceBlocks, num_tokens: int) -> int:
         """Return how many of a sequence's next tokens may be computed in one step; see `KVCacheManager.step_limit`."""

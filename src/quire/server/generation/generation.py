@@ -260,13 +260,14 @@ async def _generate(
     with llm.reserve(job.num_prompts) as slots, state.in_flight.track(tracked):
         prompts = await job.prompts()
         tracked.shown_prompt = shown_prompt((read.prompt for read in prompts), state.config.log_prompts)
-        lengths = [len(read.prompt.token_ids) for read in prompts]
-        tracked.logprobs = state.logprobs.reserve(
-            job.params, lengths, llm.resolved.max_model_len, job.num_prompt_copies
-        )
-        request_ids = [f"{tracked.answer_id}-{idx}" for idx in range(len(prompts))]
         # Log probabilities take many bytes per token, so they are not all left for the end.
         is_short = job.params.logprobs is None and job.params.prompt_logprobs is None
+        if not is_short:
+            lengths = [len(read.prompt.token_ids) for read in prompts]
+            tracked.logprobs = state.logprobs.reserve(
+                job.params, lengths, llm.resolved.max_model_len, job.num_prompt_copies
+            )
+        request_ids = [f"{tracked.answer_id}-{idx}" for idx in range(len(prompts))]
         asked = RequestOptions(
             priority=options.priority,
             flow=tracked.answer_id if tenant is None else tenant,

@@ -10,7 +10,10 @@ TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 def read_tool_use(state: ServerState, fields: Fields) -> ToolUse | None:
-    """Read `tools`, `tool_choice` and `parallel_tool_calls`."""
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`; None if no function may be called."""
+    asked = [fields.get(name) for name in TOOL_FIELDS]
+    if asked == [None] * len(asked):
+        return None
     llm = state.llm
     model = ToolModel(llm.tokenizer, state.tool_format, llm.resolved.vocab_size, "--tool-call-parser")
-    return model.read(*(fields.get(name) for name in TOOL_FIELDS))
+    return model.read(*asked)

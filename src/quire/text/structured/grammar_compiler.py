@@ -109,14 +109,12 @@ class GrammarCompiler:
                 error = str(failure)
         raise refusal(wanted, error)
 
-    async def wait_for(self, wanted: StructuredOutputs | None) -> HeldGrammar | None:
-        """Await the result of `open` in another thread; None for None.
+    async def wait_for(self, wanted: StructuredOutputs) -> HeldGrammar:
+        """Await the result of `open` in another thread.
 
         Raises:
             WorkerError: the engine was shut down.
         """
-        if wanted is None:
-            return None
         cached = self.find(wanted)
         return cached if cached is not None else await self._threads.run(partial(self.open, wanted))
 

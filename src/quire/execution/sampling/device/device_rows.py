@@ -96,7 +96,11 @@ class DeviceRows:
         before, errors = None, dict[int, str | None]()
         if known.constrained or known.penalties is not None:
             before = draws.check_logits(logits)
-            rows = [(row, known.states[row].adjustments, next_position(items[row])) for row in known.constrained]
+            rows = [
+                (row, adjustments, next_position(items[row]))
+                for row in known.constrained
+                if (adjustments := known.states[row].adjustments) is not None
+            ]
             errors = constrain(logits, rows, self._keep)
             if known.penalties is not None:
                 self._penalize(logits, items, known.states, known.penalties)
@@ -134,6 +138,7 @@ class DeviceRows:
         counted = []
         for row in known.rows:
             own = states[row].adjustments
+            assert own is not None, "penalties are a logits processing"
             assert own.history is not None, "penalties have a history"
             counted.append(CountedRow(items[row], own.history, own.num_prompt))
         slots = self._counts.sync(counted, logits.shape[1], self._put_drawn)

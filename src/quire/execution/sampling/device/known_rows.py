@@ -61,7 +61,7 @@ def know_rows(states: Sequence[SamplingState], vocab_size: int, device: torch.de
     parameters = _parameters(kinds, wide, narrow, vocab_size, device)
     if not any(has_more):
         return KnownRows(states, parameters, (), None, (), None)
-    constrained = tuple(row for row, state in enumerate(states) if state.adjustments.grammar_state is not None)
+    constrained = tuple(row for row, state in enumerate(states) if state.has_grammar)
     measured = tuple(
         (row, state.params.logprobs or 0) for row, state in enumerate(states) if state.params.measures_tokens
     )
