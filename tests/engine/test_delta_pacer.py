@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.engine.async_commands import Stream, post_items
+from quire.engine.async_commands import LOOP_SHARE, MAX_HOLD_S, DeltaPacer, Stream, post_items
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.delta_pacer import LOOP_SHARE, MAX_HOLD_S, DeltaPacer
 from quire.engine.engine_thread import EngineThread
 from quire.engine.outputs.mailbox import Item
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput

@@ -11,7 +11,7 @@ import torch
 from quire.execution.capture.tape_capture import WAITING
 from quire.execution.device_tokens.deferred_tokens import DeferredTokens
 from quire.execution.sampling.device.device_draws import TorchDraws, topk_in_order, uniform_numbers
-from quire.execution.sampling.row_order import stable_topk
+from quire.execution.sampling.rows import stable_topk
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.sampling import uniform
 from quire.memory.results import NO_OPS

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.execution.sampling.batch_invariant_sums import CHUNK
-from quire.execution.sampling.row_order import ascending_order, stable_topk
+from quire.execution.sampling.rows import CHUNK, ascending_order, stable_topk
 from quire.execution.sampling.sampling import Filter, draw, invert_cdf, uniform
 
 # The 99.9999% quantile of chi-square is about k + 4.75 sqrt(2 k) + 15 for k degrees of freedom, and a little less.

@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from quire.engine.async_commands import Abort, Call, Stream, post_items
-from quire.engine.delta_pacer import DeltaPacer
+from quire.engine.async_commands import Abort, Call, DeltaPacer, Stream, post_items
 from quire.engine.engine import Engine
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.outputs.mailbox import Item

@@ -17,7 +17,7 @@ import torch
 
 from quire.execution.sampling.logits_processing import KeepTokens, LogitsProcessing, adjust
 from quire.execution.sampling.logprobs import measure, rows_per_tile
-from quire.execution.sampling.row_order import stable_topk
+from quire.execution.sampling.rows import stable_topk
 from quire.scheduling.plan import BeamGroup, Candidate
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.execution.sampling.batch_invariant_sums import row_sums
-from quire.execution.sampling.row_order import ascending_order
+from quire.execution.sampling.rows import ascending_order, row_sums
 
 
 def apply_top_n_sigma(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from quire.execution.sampling.row_order import stable_topk
+from quire.execution.sampling.rows import stable_topk
 from quire.scheduling.plan import TokenLogprobs
 
 # Results are written as JSON, which has no infinity.
@@ -37,33 +37,3 @@ def measure(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int
         TokenLogprobs(token_id, logprob, rank, array("i", ids[:count]), array("d", values[:count]))
         for token_id, logprob, rank, ids, values, count in rows
     ]
-
-
-def measure_prompt(
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    token_ids: Sequence[int],
-    count: int,
-    vocab_size: int,
-) -> list[TokenLogprobs] | None:
-    """Measure prompt tokens, a few rows at a time: the logits of a whole prompt would be larger than the model.
-
-    Args:
-        logits_of: the model's head, [R, E] to [R, V].
-        hidden: hidden states of the rows that predict the tokens, [at least len, E].
-        token_ids: the tokens.
-        count: number of most probable tokens to list for each.
-        vocab_size: V.
-
-    Returns:
-        Their log probabilities; None if logits are not finite.
-    """
-    measures: list[TokenLogprobs] = []
-    tile = rows_per_tile(vocab_size)
-    for start in range(0, len(token_ids), tile):
-        part = token_ids[start : start + tile]
-        logits = logits_of(hidden[start : start + len(part)])
-        if not logits.amax(-1).isfinite().all():
-            return None
-        measures += measure(logits, part, [count] * len(part))
-    return measures

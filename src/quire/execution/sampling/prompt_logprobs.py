@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from quire.execution.sampling.logprobs import measure_prompt
+from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.models.modules.decoder import Decoder
-from quire.scheduling.plan import ItemResult
+from quire.scheduling.plan import ItemResult, TokenLogprobs
 
 
 def with_prompt_logprobs(
     result: ItemResult, targets: tuple[Sequence[int], int], hidden: Tensor, decoder: Decoder
 ) -> ItemResult:
     """Add the log probabilities of the prompt's tokens, if the request wants them.
+
+    They are measured a few rows at a time: the logits of a whole prompt would be larger than the model.
 
     Args:
         result: result of the item so far.
@@ -26,7 +28,12 @@ def with_prompt_logprobs(
     token_ids, count = targets
     if not token_ids or result.error is not None:
         return result
-    measures = measure_prompt(decoder.logits, hidden, token_ids, count, decoder.spec.vocab_size)
-    if measures is None:
-        return ItemResult(result.seq_id, (), error=BAD_LOGITS)
+    measures: list[TokenLogprobs] = []
+    tile = rows_per_tile(decoder.spec.vocab_size)
+    for start in range(0, len(token_ids), tile):
+        part = token_ids[start : start + tile]
+        logits = decoder.logits(hidden[start : start + len(part)])
+        if not logits.amax(-1).isfinite().all():
+            return ItemResult(result.seq_id, (), error=BAD_LOGITS)
+        measures += measure(logits, part, [count] * len(part))
     return result._replace(prompt_logprobs=tuple(measures))

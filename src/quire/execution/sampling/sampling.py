@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from quire.execution.sampling.batch_invariant_sums import CHUNK, chunk_sums, row_sums
 from quire.execution.sampling.filters import apply_top_n_sigma, apply_typical_p
-from quire.execution.sampling.row_order import stable_topk
+from quire.execution.sampling.rows import CHUNK, chunk_sums, row_sums, stable_topk
 from quire.sequences.params import SamplingParams
 
 # Numbers of the best tokens among which a row's nucleus is looked for, before the whole vocabulary is sorted.

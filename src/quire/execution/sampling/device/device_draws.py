@@ -40,7 +40,7 @@ def _shifted(value: Tensor, count: int) -> Tensor:
 
 
 def topk_in_order(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the same as `row_order.stable_topk`: the lower token id comes first among finite equals.
+    """Return the same as `rows.stable_topk`: the lower token id comes first among finite equals.
 
     A tie that crosses the cut is resolved by a cumulative count of equal logits along the vocabulary.
     """

@@ -1,11 +1,15 @@
-"""Orders of the tokens of each row of logits; the lower token id comes first among equals.
+"""Orders and sums of rows of logits that do not depend on the other rows.
 
-Logits that were computed in 16 bits have many ties, and `torch.topk` and `torch.sort` order and cut ties arbitrarily.
+Logits that were computed in 16 bits have many ties, and `torch.topk` and `torch.sort` order and cut ties arbitrarily:
+here the lower token id comes first among equals. Stock operators split the sum of a single long row between threads,
+and add up its parts in another order: here the order is fixed.
 """
 
 from __future__ import annotations
 
 import torch
+
+CHUNK = 128
 
 
 def stable_topk(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,3 +52,19 @@ def _cut_tie(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> N
     first = int(is_equal.nonzero()[0, 0])
     equal_ids = (logits == values[-1]).nonzero()[:, 0]
     ids[first:] = equal_ids[: len(ids) - first]
+
+
+def chunk_sums(values: torch.Tensor) -> torch.Tensor:
+    """Return the sums of each row's chunks: contiguous [R, W] to float64 [R, ceil(W / CHUNK)]."""
+    num_rows, width = values.shape
+    num_whole = width // CHUNK
+    sums = values[:, : num_whole * CHUNK].view(num_rows, num_whole, CHUNK).sum(-1, dtype=torch.float64)
+    if num_whole * CHUNK == width:
+        return sums
+    rest = values[:, num_whole * CHUNK :].sum(-1, keepdim=True, dtype=torch.float64)
+    return torch.cat((sums, rest), dim=1)
+
+
+def row_sums(values: torch.Tensor) -> torch.Tensor:
+    """Return the sums of rows: contiguous [R, W] to float64 [R, 1]."""
+    return chunk_sums(values).cumsum(-1)[:, -1:]

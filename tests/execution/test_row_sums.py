@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.execution.sampling.batch_invariant_sums import chunk_sums, row_sums
 from quire.execution.sampling.logprobs import measure
+from quire.execution.sampling.rows import chunk_sums, row_sums
 
 
 @pytest.fixture(autouse=True)
