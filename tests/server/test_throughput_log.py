@@ -31,6 +31,14 @@ def test_it_speaks_of_tokens_that_are_computed_again() -> None:
     assert "computed 51.2 tokens/s" in line
 
 
+def test_it_says_how_long_a_step_runs_that_takes_longer_than_the_interval() -> None:
+    line = report(Sample(10.0, NOTHING, 1, 0, 0.5), Sample(20.0, NOTHING, 1, 0, 0.5, step_s=12.3))
+    assert line is not None
+    assert line.endswith("; the present step has run for 12 s")
+    moved = Sample(20.0, NOTHING._replace(computed_tokens=1), 1, 0, 0.5, step_s=12.3)
+    assert "present" not in str(report(Sample(10.0, NOTHING, 1, 0, 0.5), moved))
+
+
 def test_it_speaks_of_work_that_does_not_move() -> None:
     line = report(Sample(10.0, NOTHING, 0, 1, 0.0), Sample(20.0, NOTHING, 0, 1, 0.0))
     assert line is not None

@@ -21,6 +21,7 @@ class Sample(NamedTuple):
         at_s: time of the sample, in seconds of a monotonic clock.
         totals: counters since the engine's start.
         kv_usage: share of the KV blocks in use, from 0 to 1.
+        step_s: seconds since the last step ended, or since the engine was idle.
     """
 
     at_s: float
@@ -29,6 +30,7 @@ class Sample(NamedTuple):
     num_waiting: int
     kv_usage: float
     num_swapped: int = 0
+    step_s: float = 0.0
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> Sample:
@@ -41,6 +43,7 @@ class Sample(NamedTuple):
             num_waiting=health.num_waiting,
             kv_usage=llm.usage().used_fraction,
             num_swapped=health.num_swapped,
+            step_s=health.seconds_since_progress,
         )
 
 
@@ -56,11 +59,13 @@ def report(before: Sample, after: Sample) -> str | None:
     seconds = after.at_s - before.at_s
     num_queries = new.prefix_queries - old.prefix_queries
     hits = f"{(new.prefix_hits - old.prefix_hits) / num_queries:.1%}" if num_queries else "no queries"
+    # A step of a long prompt may take longer than the time between two samples.
+    present = f"; the present step has run for {after.step_s:.0f} s" if after.num_running and not num_computed else ""
     return (
         f"Throughput: prompt {num_prompt / seconds:.1f} tokens/s, generation {num_generated / seconds:.1f} tokens/s, "
         f"computed {num_computed / seconds:.1f} tokens/s; "
         f"running {after.num_running}, waiting {after.num_waiting}, swapped {after.num_swapped}; "
-        f"KV cache usage {after.kv_usage:.1%}; prefix cache hit rate {hits}"
+        f"KV cache usage {after.kv_usage:.1%}; prefix cache hit rate {hits}{present}"
     )
 
 
