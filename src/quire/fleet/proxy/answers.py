@@ -39,6 +39,8 @@ class AnswerParser(StrictParser):
 
     def next_event(self) -> Any:
         """Return the next event."""
+        if self.their_state is h11.SEND_BODY:  # most events, and nothing is refused beyond h11's own rules
+            return h11.Connection.next_event(self)
         if self.their_state is h11.SEND_RESPONSE:
             begin = self.trailing_data[0][: len(BEGIN)]
             if not BEGIN.startswith(begin):

@@ -349,6 +349,9 @@ class UpstreamConnection(asyncio.Protocol):
             UpstreamLost: nothing has changed in time.
         """
         self._changed.clear()
+        if limit_s is None:
+            await self._changed.wait()
+            return
         try:
             async with asyncio.timeout(limit_s):
                 await self._changed.wait()
