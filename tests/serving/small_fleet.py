@@ -7,13 +7,13 @@ import sys
 from quire.cli.main import main
 from quire.fleet.local import fleet, restarts
 from quire.fleet.local.server import LocalServer
-from quire.fleet.local.settings import ReplicaSettings
+from quire.fleet.local.settings import LocalSettings
 
 
 class SmallServer(LocalServer):
     """A server whose process has no model."""
 
-    def __init__(self, name: str, settings: ReplicaSettings) -> None:
+    def __init__(self, name: str, settings: LocalSettings) -> None:
         super().__init__(name, settings, "tests.serving.small_server:serve")
 
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, Final
 
-from quire.fleet.local.settings import ReplicaSettings
+from quire.fleet.local.settings import LocalSettings
 
 # File in the folder of the model: exit codes of servers, by their names.
 FAILING: Final = "failing.json"
@@ -44,7 +44,7 @@ class SmallServer(HTTPServer):
 def serve(listener: int) -> None:
     """Be a server, unless the file says that this one ends at once."""
     name, text = json.load(sys.stdin)
-    folder = ReplicaSettings.from_json(text).engine.model.model
+    folder = LocalSettings.from_json(text).engine.model.model
     failing = Path(folder) / FAILING
     if failing.exists() and name in (codes := json.loads(failing.read_text())):
         sys.exit(codes[name])

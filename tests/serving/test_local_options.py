@@ -17,12 +17,12 @@ from quire.cli.options import FOREIGN
 from quire.config import EngineConfig, option_sections
 from quire.errors import ConfigError
 from quire.fleet.local import fleet
-from quire.fleet.local.settings import EVENTS, Machine, ReplicaSettings, settings_of_servers
+from quire.fleet.local.settings import EVENTS, LocalSettings, SharedMachine, settings_of_servers
 from quire.server.log_setup import LogSettings
 from quire.server.settings import ServerConfig
 from tests.config import test_engine_config
 
-MACHINE = Machine(num_cores=8, has_events=True)
+MACHINE = SharedMachine(num_cores=8, has_events=True)
 KEY = "secret-key"
 
 # Options of the server: how they may be written, and where they go.
@@ -70,7 +70,7 @@ class Started(NamedTuple):
 
     number: int
     front: ServerConfig
-    servers: ReplicaSettings
+    servers: LocalSettings
 
 
 def started(*arguments: str) -> Started:
@@ -92,7 +92,7 @@ def _started(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> Start
         count: int, engine: EngineConfig, config: ServerConfig, log: LogSettings, _: socket.socket
     ) -> int:
         settings = settings_of_servers(count, engine, config, log, MACHINE)
-        calls.append(Started(count, config, ReplicaSettings.from_json(settings.to_json())))
+        calls.append(Started(count, config, LocalSettings.from_json(settings.to_json())))
         return 0
 
     monkeypatch.setattr(fleet, "serve_replicas", serve_replicas)
@@ -146,7 +146,7 @@ def test_options_of_the_engine_arrive_unchanged(name: str, good: list[Any]) -> N
         if name == "kv_transfer_config" and value is not None:
             continue  # tested below
         settings = settings_of_servers(2, engine, ServerConfig(), LogSettings(), MACHINE)
-        arrived = ReplicaSettings.from_json(settings.to_json())
+        arrived = LocalSettings.from_json(settings.to_json())
         assert arrived == settings
         sent, expected = arrived.engine.to_options(), engine.to_options()
         assert sent.pop("kv_cache_memory_fraction") == expected.pop("kv_cache_memory_fraction") / 2
@@ -156,7 +156,7 @@ def test_options_of_the_engine_arrive_unchanged(name: str, good: list[Any]) -> N
 
 
 def test_servers_share_cores_and_memory_and_publish_events() -> None:
-    def of(count: int, machine: Machine = MACHINE, **options: Any) -> dict[str, Any]:
+    def of(count: int, machine: SharedMachine = MACHINE, **options: Any) -> dict[str, Any]:
         engine = EngineConfig.from_options(**options)
         settings = settings_of_servers(count, engine, ServerConfig(), LogSettings(), machine)
         return settings.engine.to_options()
@@ -169,7 +169,7 @@ def test_servers_share_cores_and_memory_and_publish_events() -> None:
     assert of(4, kv_cache_memory_fraction=1.0)["kv_cache_memory_fraction"] == 0.25
     assert of(2)["kv_events_config"] == EVENTS
     assert of(2, enable_prefix_caching=False)["kv_events_config"] is None
-    assert of(2, Machine(num_cores=8, has_events=False))["kv_events_config"] is None
+    assert of(2, SharedMachine(num_cores=8, has_events=False))["kv_events_config"] is None
     null = {"enable_kv_cache_events": False}
     assert of(2, kv_events_config=null)["kv_events_config"] == null
 
@@ -207,7 +207,7 @@ def test_what_all_servers_can_have_is_taken(name: str, value: Any) -> None:
     engine = EngineConfig.from_options(**{name: value})
     settings = settings_of_servers(2, engine, ServerConfig(), LogSettings(), MACHINE)
     assert getattr(settings.engine.cache, name) == getattr(engine.cache, name)
-    assert ReplicaSettings.from_json(settings.to_json()) == settings
+    assert LocalSettings.from_json(settings.to_json()) == settings
 
 
 def test_one_terminal_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +237,7 @@ def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "from the environment")
     call = started("--replicas", "2")
     monkeypatch.setenv("QUIRE_API_KEY", "later")
-    assert ReplicaSettings.from_json(call.servers.to_json()).server.api_key == "from the environment"
+    assert LocalSettings.from_json(call.servers.to_json()).server.api_key == "from the environment"
 
 
 @pytest.mark.parametrize("count", ["0", "65", "-1"])

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from quire.errors import QuireError
-from quire.fleet.local.settings import HOST, ReplicaSettings
+from quire.fleet.local.settings import HOST, LocalSettings
 from quire.platform.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class LocalServer:
         process: its last process.
     """
 
-    def __init__(self, name: str, settings: ReplicaSettings, program: str = f"{__name__}:main") -> None:
+    def __init__(self, name: str, settings: LocalSettings, program: str = f"{__name__}:main") -> None:
         self.name = name
         self._program = program
         self.process: ChildProcess | None = None
@@ -87,7 +87,7 @@ def main(listener: int) -> None:
     from quire.server.lifecycle import serve  # its imports take seconds, and the parent needs none
 
     name, text = json.load(sys.stdin)
-    settings = ReplicaSettings.from_json(text)
+    settings = LocalSettings.from_json(text)
     settings.log.apply(name)
     try:
         code = serve(settings.engine, settings.server, socket.socket(fileno=listener))

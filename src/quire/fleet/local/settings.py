@@ -33,7 +33,7 @@ OF_FRONT: Final[Mapping[str, Any]] = {
 }
 
 
-class ReplicaSettings(NamedTuple):
+class LocalSettings(NamedTuple):
     """All options of a server in a process of its own.
 
     Args:
@@ -51,7 +51,7 @@ class ReplicaSettings(NamedTuple):
         return json.dumps({"engine": self.engine.to_options(), "server": asdict(self.server), "log": asdict(self.log)})
 
     @classmethod
-    def from_json(cls, text: str) -> ReplicaSettings:
+    def from_json(cls, text: str) -> LocalSettings:
         """Return the options of `to_json`."""
         parts = json.loads(text)
         server = {**parts["server"], "allow_origins": tuple(parts["server"]["allow_origins"])}
@@ -59,7 +59,7 @@ class ReplicaSettings(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SharedMachine:
     """Resources of the machine for all servers together.
 
     Args:
@@ -72,8 +72,8 @@ class Machine:
 
 
 def settings_of_servers(
-    count: int, engine: EngineConfig, server: ServerConfig, log: LogSettings, machine: Machine
-) -> ReplicaSettings:
+    count: int, engine: EngineConfig, server: ServerConfig, log: LogSettings, machine: SharedMachine
+) -> LocalSettings:
     """Return the options of each of several servers, from the options of `quire serve`.
 
     Args:
@@ -98,7 +98,7 @@ def settings_of_servers(
     if cache.kv_events_config is None and cache.enable_prefix_caching and machine.has_events:
         cache = replace(cache, kv_events_config=EVENTS)
     engine = replace(engine, cache=cache)
-    return ReplicaSettings(engine, replace(server, **OF_FRONT), log)
+    return LocalSettings(engine, replace(server, **OF_FRONT), log)
 
 
 def _check_shared(engine: EngineConfig, server: ServerConfig) -> None:
