@@ -33,8 +33,8 @@ def test_strangers_at_the_socket_of_rank_0_delay_no_rank() -> None:
     lines = [b"", b"a", b"secret 1\n", b"x" * (2 * MAX_HELLO), f"{token} 0\n".encode(), f"{token} 9\n".encode()]
     with ExitStack() as stack:
         for idx in range(MOST_STRANGERS + 20):
-            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            stranger.sendall(lines[idx % len(lines)])
+            visitor = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            visitor.sendall(lines[idx % len(lines)])
         for rank in (2, 1):
             results[rank] = _follow(store, place._replace(rank=rank))
             results[rank][0].send_fact(0, f"from {rank}")  # it may come in one piece with the line

@@ -110,8 +110,8 @@ def test_strangers_and_a_lack_of_descriptors_cost_subscribers_nothing(
     places = [urlsplit(endpoint or "") for endpoint in (publisher.endpoint, publisher.replay_endpoint)]
     with ExitStack() as stack:
         for idx in range(40):
-            stranger = stack.enter_context(socket.create_connection((places[idx % 2].hostname, places[idx % 2].port)))
-            stranger.sendall((b"", b"\xff", b"GET / HTTP/1.1\r\n\r\n")[idx % 3])
+            visitor = stack.enter_context(socket.create_connection((places[idx % 2].hostname, places[idx % 2].port)))
+            visitor.sendall((b"", b"\xff", b"GET / HTTP/1.1\r\n\r\n")[idx % 3])
         late = [stack.enter_context(socket.socket()) for _ in places]
         with free_descriptors():
             for place, connection in zip(places, late, strict=True):
