@@ -89,6 +89,7 @@ class SimulatedServer:
         restart_s: time after which it is back once it was killed.
         routes: answers to requests of the proxy itself, by their path.
         hangs: paths of such requests that are never answered.
+        refuses: True while it takes no new connections, but answers the requests that it has.
     """
 
     behave: Behave
@@ -100,6 +101,7 @@ class SimulatedServer:
     own: list[str] = field(default_factory=list)
     routes: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     hangs: set[str] = field(default_factory=set)
+    refuses: bool = False
     in_flight: set[asyncio.Future[None]] = field(default_factory=set)
 
     def kill(self) -> None:
@@ -131,7 +133,7 @@ class SimulatedServer:
             self.in_flight.discard(ended)
 
     async def request(self, _method: str, target: bytes, _headers: Any, body: bytes = b"") -> SimulatedAnswer:
-        if not self.is_alive:
+        if not self.is_alive or self.refuses:
             raise UpstreamLost("cannot connect: refused", was_sent=False, is_refused=True)
         if target.decode() in self.routes:
             status, answer = self.routes[target.decode()]
@@ -148,7 +150,7 @@ class SimulatedServer:
     async def fetch(
         self, method: str, path: str, _headers: Any = (), body: bytes = b"", *, timeout_s: float, **_: int
     ) -> tuple[int, bytes]:
-        if not self.is_alive:
+        if not self.is_alive or self.refuses:
             raise UpstreamLost("cannot connect: refused", was_sent=False, is_refused=True)
         self.own.append(f"{method} {path} {body.decode()}".strip())
         if path in self.hangs:

@@ -111,7 +111,7 @@ class Replica:
         try:
             status, body = await self.fetch("GET", "/health")
         except UpstreamLost as error:
-            self._miss(str(error))
+            self._miss(error)
             return
         if status != 200:
             # A stopping server still completes its requests; a dead or stuck one does not.
@@ -146,7 +146,7 @@ class Replica:
     def lose(self, error: UpstreamLost) -> None:
         """Take the loss of a connection: if nothing listens at the server's address, it is down."""
         if error.is_refused:
-            self._set_down(str(error), is_lost=True)
+            self._set_down(str(error), is_lost=True, is_refused=True)
         else:
             self.probe_soon()
 
@@ -207,21 +207,26 @@ class Replica:
 
     # ---- parts ----
 
-    def _miss(self, why: str) -> None:
+    def _miss(self, error: UpstreamLost) -> None:
         self._num_missed += 1
-        self.why_down = why
-        if self._num_missed >= MAX_MISSED or not self.is_up or "cannot connect" in why:
-            self._set_down(why, is_lost=True)
+        self.why_down = str(error)
+        if self._num_missed >= MAX_MISSED or not self.is_up or not error.was_sent:
+            self._set_down(str(error), is_lost=True, is_refused=error.is_refused)
 
-    def _set_down(self, why: str, *, is_lost: bool) -> None:
-        """Send no more requests; if the server is lost, so are its requests and its cache."""
+    def _set_down(self, why: str, *, is_lost: bool, is_refused: bool = False) -> None:
+        """Send no more requests; if the server is lost, so are its requests and its cache.
+
+        A server that refuses connections may be stopping, and still answer what it has. If it has ended, so have its
+        connections.
+        """
         if self.is_up:
             logger.warning("%s is down: %s", self.name, why)
         self.is_up, self.why_down = False, why
         if is_lost:
             self._unfollow()
-            self.upstream.abort()
             self._router.restart_replica(self.name)
+            if not is_refused:
+                self.upstream.abort()
         self.update()
 
     async def _come_up(self) -> bool:
@@ -234,7 +239,7 @@ class Replica:
                         "POST", change.path, change.body, headers=change.headers, timeout_s=CHANGE_S
                     )
                 except UpstreamLost as error:
-                    self._miss(str(error))
+                    self._miss(error)
                     return False
                 if status >= 400:
                     # An adapter that it has, a pin that it lacks: a server that was not restarted has its state.
