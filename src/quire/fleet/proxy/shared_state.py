@@ -29,7 +29,7 @@ MAX_CHANGES: Final = 1024
 MAX_CHANGE_BYTES: Final = 64 << 20
 
 
-class Change(NamedTuple):
+class StateChange(NamedTuple):
     """A change of every server's state.
 
     Args:
@@ -57,7 +57,7 @@ class SharedState:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.seq = self.num_forgotten = 0
-        self._changes: OrderedDict[tuple[str, Any, Any], Change] = OrderedDict()
+        self._changes: OrderedDict[tuple[str, Any, Any], StateChange] = OrderedDict()
         self._num_bytes = 0
 
     def record(self, exchange: Exchange, tenant_header: str | None) -> None:
@@ -65,7 +65,7 @@ class SharedState:
         self.seq += 1
         names = {b"content-type", (tenant_header or "content-type").lower().encode()}
         headers = tuple((name, value) for name, value in exchange.headers.raw if name in names)
-        change = Change(self.seq, exchange.path, exchange.body, headers)
+        change = StateChange(self.seq, exchange.path, exchange.body, headers)
         field = NAME_OF[exchange.path]
         kind = "adapter" if exchange.path in ADAPTERS else "pin" if field else "reset"
         # A name of another type than a string is no dictionary's key; servers have refused it anyway.
@@ -80,7 +80,7 @@ class SharedState:
             self.num_forgotten += 1
             logger.warning("servers that come up will not be told a %s, the oldest of many changes", oldest.path)
 
-    def missed(self, told_seq: int, reset_seq: int) -> list[Change]:
+    def missed(self, told_seq: int, reset_seq: int) -> list[StateChange]:
         """Return the changes after some numbers, in order.
 
         Args:

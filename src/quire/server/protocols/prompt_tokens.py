@@ -30,7 +30,7 @@ COMPLETIONS: Final = "/v1/completions"
 CHATS: Final[Mapping[str, Callable[[ServerState, Fields], dict[str, Any]]]] = {
     "/v1/chat/completions": lambda _, fields: fields.as_dict(),
     "/v1/messages": anthropic_messages.read_chat_fields,
-    "/v1/responses": lambda _, fields: responses.RequestReader(fields).chat,
+    "/v1/responses": lambda _, fields: responses.ResponsesReader(fields).chat,
     "/api/chat": lambda _, fields: ollama.read_conversation(fields),
     "/api/generate": lambda _, fields: ollama.read_prompt(fields),
 }

@@ -128,7 +128,7 @@ NAMES: Sequence[tuple[str, str]] = (
 async def responses(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/responses`."""
     fields = await read_fields(state, request, FIELDS)
-    reader = RequestReader(fields)
+    reader = ResponsesReader(fields)
     answer_id = f"resp_{request.scope[REQUEST_ID]}"
     head = response_head(fields, answer_id, model_name(state, request))
     make_reply = partial(ResponseReply, head, reader.tools)
@@ -138,12 +138,12 @@ async def responses(state: ServerState, request: Request) -> ASGIApp:
 async def input_tokens(state: ServerState, request: Request) -> Response:
     """Answer `POST /v1/responses/input_tokens`: the length of the prompt, as `usage` would have it."""
     fields = await read_fields(state, request, FIELDS)
-    reader = RequestReader(fields)
+    reader = ResponsesReader(fields)
     num_tokens = await count_chat(state, reader.chat, reader.rename)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-class RequestReader:
+class ResponsesReader:
     """Converts a request to the fields of a chat.
 
     Attributes:
