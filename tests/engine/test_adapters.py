@@ -281,7 +281,7 @@ def test_what_is_refused_names_why(world: World, tmp_path: Path) -> None:
         ({"lora_modules": ["a=b", "a=c"]}, "each name once"),
         ({"lora_modules": {"a": "b", "c": "d"}, "max_cpu_loras": 1}, "max_cpu_loras is 1"),
         ({"max_lora_rank": 1024}, "max_lora_rank must be"),
-        ({"lora_modules": ["a=/nowhere"]}, "lora_modules: the adapter /nowhere is no folder"),
+        ({"lora_modules": ["a=/nowhere"]}, "lora_modules: the adapter '/nowhere' is no folder"),
     ],
 )
 def test_options_that_are_refused(world: World, options: dict[str, Any], message: str) -> None:
