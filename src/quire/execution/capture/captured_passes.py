@@ -1,4 +1,4 @@
-"""What captured steps compute: a step of a model, or a draft pass of a draft model or an MTP head."""
+"""The computation of captured steps: a step of a model, or a draft pass of a draft model or an MTP head."""
 
 from __future__ import annotations
 

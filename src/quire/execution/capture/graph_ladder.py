@@ -92,7 +92,7 @@ class GraphLadder:
         limits: the largest step.
         block_size: N.
         capture: captures calls.
-        computed: what a step computes.
+        computed: the computation of a step.
         first_group: index of the first of its cache groups in the block tables.
 
     Raises:

@@ -257,7 +257,7 @@ def keep_extras(
     """Drop the extras of finished sequences, and keep those of new ones.
 
     Args:
-        extras: by the name of a field of `NewSequence` that most sequences have not: its values by sequence.
+        extras: values of fields of `NewSequence` that most sequences lack, by the field's name and the sequence.
         finished_ids: sequences that have finished, before `items` are opened.
         items: items that may open sequences.
     """
