@@ -31,7 +31,7 @@ def test_a_shared_prefix_is_found_in_the_cache(capsys: pytest.CaptureFixture[str
         (["--spread", "1.5"], "spread must be a number from 0 to 1 for uniform lengths, got 1.5"),
         (["--workload", "W1", "--spread", "0.5"], "--spread applies to custom workloads only"),
         (["--workload", "W5-off", "--enable-prefix-caching"], "W5-off is the workload without prefix caching"),
-        (["--input-len", "300", *ENGINE], "the prompt has 300 tokens"),
+        (["--input-len", "300", *ENGINE], "--input-len and --output-len together must be at most the context of 256"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:

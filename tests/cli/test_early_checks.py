@@ -94,6 +94,7 @@ def test_missing_packages_are_reported_without_torch() -> None:
 
 def test_mistakes_are_reported_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Other"]}))
+    (tmp_path / "model.safetensors").touch()
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.json").write_bytes((BUNDLED / "config.json").read_bytes())
