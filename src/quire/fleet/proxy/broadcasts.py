@@ -12,7 +12,7 @@ from quire.fleet.proxy.fleet import Fleet
 from quire.fleet.proxy.replica import Replica
 from quire.fleet.proxy.shared_state import ADAPTERS
 from quire.fleet.proxy.streams import fields_of
-from quire.fleet.proxy.upstream import UpstreamDamaged, UpstreamLate, UpstreamLost
+from quire.fleet.proxy.upstream import UpstreamLate, UpstreamLost, read_whole
 from quire.server.requests.errors import unavailable
 
 # Time for a server to make a change, such as to read an adapter's folder; and to list its models.
@@ -94,16 +94,12 @@ async def _ask_all(exchange: Exchange, replicas: Sequence[Replica], limit_s: flo
             async with asyncio.timeout(limit_s):
                 answer = await exchange.send_to(replica.upstream)
                 try:
-                    body = bytearray()
-                    async for part in answer.parts():
-                        body += part
-                        if len(body) > MAX_ANSWER_BYTES:
-                            raise UpstreamDamaged(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
+                    body = await read_whole(answer.parts(), MAX_ANSWER_BYTES, "its answer")
                 finally:
                     answer.close()
         except TimeoutError as error:
             raise UpstreamLate(f"no answer in {limit_s:g} s") from error
-        return ReadAnswer(answer.status, answer.headers, bytes(body))
+        return ReadAnswer(answer.status, answer.headers, body)
 
     results = await asyncio.gather(*map(ask, replicas), return_exceptions=True)
     answers: dict[str, ReadAnswer] = {}

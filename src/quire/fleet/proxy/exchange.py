@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.fleet.proxy.streams import EventCutter, error_event
-from quire.fleet.proxy.upstream import UpstreamDamaged, UpstreamLate, UpstreamLost
+from quire.fleet.proxy.upstream import HeadedAnswer, UpstreamDamaged, UpstreamLate, UpstreamLost
 from quire.server.requests.body import BodyReader
 from quire.server.requests.errors import SHOWN_ID, ApiError, unavailable
 
@@ -62,17 +62,12 @@ class Answer(Protocol):
         """Abandon the answer, unless it was read to its end."""
 
 
-class ReadAnswer:
+class ReadAnswer(HeadedAnswer):
     """An answer whose body was read to its end; see `Answer`."""
 
     def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        self.status = status
-        self.headers = headers
+        super().__init__(status, headers)
         self.body = body
-
-    def header(self, name: bytes) -> bytes:
-        """Return the value of a header; empty if it is missing."""
-        return next((value for key, value in self.headers if key == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
         """Yield the body."""

@@ -116,12 +116,7 @@ class Upstream:
             async with asyncio.timeout(timeout_s):
                 response = await self.request(method, path.encode(), headers, body)
                 try:
-                    got = bytearray()
-                    async for part in response.parts():
-                        got += part
-                        if len(got) > max_bytes:
-                            raise UpstreamDamaged(f"the answer to {path} has more than {max_bytes} bytes")
-                    return response.status, bytes(got)
+                    return response.status, await read_whole(response.parts(), max_bytes, f"the answer to {path}")
                 finally:
                     response.close()
         except TimeoutError as error:
@@ -360,17 +355,48 @@ class UpstreamConnection(asyncio.Protocol):
             raise UpstreamLost(f"it took too long until {until}") from error
 
 
-class UpstreamResponse:
-    """The answer to a request."""
+class HeadedAnswer:
+    """Status and headers of an answer, whose body comes in some way of its own.
 
-    def __init__(self, connection: UpstreamConnection, head: h11.Response) -> None:
-        self.status = head.status_code
-        self.headers: list[tuple[bytes, bytes]] = [(bytes(name), bytes(value)) for name, value in head.headers]
-        self._connection: UpstreamConnection | None = connection
+    Args:
+        status: status.
+        headers: headers, with names in lower case.
+    """
+
+    def __init__(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self.headers = headers
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header; empty if it is missing."""
         return next((value for key, value in self.headers if key == name), b"")
+
+
+async def read_whole(parts: AsyncIterator[bytes], max_bytes: int, what: str) -> bytes:
+    """Return a body.
+
+    Args:
+        parts: its parts.
+        max_bytes: limit of its bytes.
+        what: the answer, for the error.
+
+    Raises:
+        UpstreamLost: the body is not whole, or longer than the limit.
+    """
+    body = bytearray()
+    async for part in parts:
+        body += part
+        if len(body) > max_bytes:
+            raise UpstreamDamaged(f"{what} has more than {max_bytes} bytes")
+    return bytes(body)
+
+
+class UpstreamResponse(HeadedAnswer):
+    """The answer to a request."""
+
+    def __init__(self, connection: UpstreamConnection, head: h11.Response) -> None:
+        super().__init__(head.status_code, [(bytes(name), bytes(value)) for name, value in head.headers])
+        self._connection: UpstreamConnection | None = connection
 
     async def parts(self) -> AsyncIterator[bytes]:
         """Yield the parts of the body as they arrive; parts that arrive together are joined, to be sent together.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
-from quire.fleet.proxy.upstream import UpstreamLost
+from quire.fleet.proxy.upstream import HeadedAnswer, UpstreamLost
 from quire.fleet.ray.call import AnswerHead, RoutedCall, Ticket
 
 # Time in which a replica must take a request; a replica that restarts after a crash needs a while.
@@ -43,17 +43,12 @@ class HandleCall:
             raise
 
 
-class HandleAnswer:
+class HandleAnswer(HeadedAnswer):
     """The answer to a request."""
 
     def __init__(self, head: AnswerHead, items: Any) -> None:
-        self.status = head.status
-        self.headers = list(head.headers)
+        super().__init__(head.status, list(head.headers))
         self._items: Any = items
-
-    def header(self, name: bytes) -> bytes:
-        """Return the value of a header; empty if it is missing."""
-        return next((value for key, value in self.headers if key == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
         """Yield the parts of the body as they arrive."""
