@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+# Exit code of a process that ends because of a `QuireError`.
+EXIT_USER_ERROR = 2
 # Maximum length of a value in a message, in characters.
 MAX_SHOWN = 120
 _BRACKETS: dict[type, tuple[str, str]] = {

@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from quire.cli.main import EXIT_USER_ERROR, main
+from quire.cli.main import main
+from quire.errors import EXIT_USER_ERROR
 from quire.measurement.bench.simulated_engine import step_times_json
 from quire.measurement.simulation.replicas.fit import FitQuality
 from quire.measurement.simulation.replicas.step_time import FEATURES, FittedStepTime

@@ -16,9 +16,8 @@ from quire.cli.measurement import bench, bench_quality, bench_serve, simulate
 from quire.cli.options import refuse_unknown
 from quire.cli.structured_options import with_flag
 from quire.cli.terminal import chat
-from quire.errors import QuireError
+from quire.errors import EXIT_USER_ERROR, QuireError
 
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 

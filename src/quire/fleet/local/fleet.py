@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import time
@@ -13,12 +12,13 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError, WorkerError
+from quire.errors import EXIT_USER_ERROR, ConfigError, WorkerError
 from quire.fleet.local.restarts import Restarts
-from quire.fleet.local.server import EXIT_USER_ERROR, LocalServer
+from quire.fleet.local.server import LocalServer
 from quire.fleet.local.settings import SharedMachine, settings_of_servers
 from quire.fleet.proxy.fleet import Fleet
 from quire.fleet.proxy.lifecycle import run_proxy
+from quire.platform.host_probe import num_cores
 from quire.server.http.listener import read_max_connections
 from quire.server.http.stop_signals import take_signals
 from quire.server.log_setup import LogSettings
@@ -157,8 +157,7 @@ def serve_replicas(
     """
     if not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError("replicas needs sockets that share a port (SO_REUSEPORT), which this system lacks")
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    settings = settings_of_servers(count, engine, config, log, SharedMachine(num_cores, _has_events()))
+    settings = settings_of_servers(count, engine, config, log, SharedMachine(num_cores(), _has_events()))
     max_connections = read_max_connections(config.max_connections)
     with ExitStack() as stack:
         servers = [LocalServer(f"server {idx}", settings) for idx in range(count)]

@@ -8,15 +8,12 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from typing import Final
 
-from quire.errors import QuireError
+from quire.errors import EXIT_USER_ERROR, QuireError
 from quire.fleet.local.settings import HOST, LocalSettings
 from quire.platform.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)
-
-EXIT_USER_ERROR: Final = 2
 
 
 class LocalServer:
