@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,18 +32,37 @@ HEADERS = {
 async def page(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /` and `GET /page/NAME`."""
     name = request.path_params.get("name", "index.html")
-    file = page_files().get(name)
-    if file is None:
+    if name not in page_files():
         raise ApiError(404, f"the page has no such file: {name[:100]}", code="not_found")
-    body, headers = file.read_bytes(), dict(HEADERS)
+    file = await asyncio.to_thread(_read, name)
     # A browser that has the file asks whether it is still the same: most loads transfer nothing.
-    headers["ETag"] = tag = f'W/"{hashlib.sha256(body).hexdigest()[:16]}"'
-    if tag in request.headers.get("if-none-match", ""):
+    body, headers = file.body, {**HEADERS, "ETag": file.tag}
+    if file.tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     if "gzip" in request.headers.get("accept-encoding", ""):
-        body = await asyncio.to_thread(gzip.compress, body, 6)
-        headers["Content-Encoding"] = "gzip"
+        body, headers["Content-Encoding"] = file.compressed, "gzip"
     return Response(body, media_type=MEDIA_TYPES[name.rpartition(".")[2]], headers=headers)
+
+
+class PageFile(NamedTuple):
+    """A file of the page.
+
+    Args:
+        body: its bytes.
+        compressed: the bytes by gzip.
+        tag: its entity tag.
+    """
+
+    body: bytes
+    compressed: bytes
+    tag: str
+
+
+@cache
+def _read(name: str) -> PageFile:
+    """Read a file of the page, once: anybody may ask for it, without a key, and any number of times."""
+    body = page_files()[name].read_bytes()
+    return PageFile(body, gzip.compress(body, 6), f'W/"{hashlib.sha256(body).hexdigest()[:16]}"')
 
 
 @cache
