@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.server import tool_checkpoint
-from tests.server.hostile.bodies import KINDS, made_apart
-from tests.server.hostile.runner import FLAGS, Attack
+from tests.server.hostile.attack import LONG, attack
+from tests.server.hostile.bodies import KINDS
+from tests.server.hostile.runner import FLAGS
 from tests.server.process import ServerProcess, running
 from tests.serving.fleets import router_before
-
-# What the heap keeps of long bodies differs from run to run, as at the server, by up to 75 MiB.
-MOST_GROWTH = 128 << 20
-LONG = {"long"}
 
 
 @pytest.fixture
@@ -28,17 +24,6 @@ def target(tmp_path: Path) -> Iterator[ServerProcess]:
         router_before(server, tmp_path / "router.log") as router,
     ):
         yield router
-
-
-def attack(target: ServerProcess, seed: int, count: int, kinds: list[str]) -> None:
-    """Send bodies, and fail where anything happened that should not."""
-    with made_apart(seed, count, kinds) as bodies, made_apart(seed + 1, max(20, count // 4), kinds) as warm_up:
-        report = asyncio.run(Attack(target).run(bodies, warm_up))
-    assert not report.problems, "\n".join(report.problems[:20])
-    assert report.growth <= MOST_GROWTH
-    assert set(report.delays_s) == {"whole", "stream", "/health"}
-    assert {200, 400} <= set(report.statuses)
-    assert target.stop() == 0
 
 
 def test_some_hostile_bodies_through_a_router(target: ServerProcess) -> None:
