@@ -15,7 +15,7 @@ from tests.server.process import ServerProcess, running
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One browser for all tests; each opens its own address, which has a storage of its own."""
+    """One browser for all tests; they share the storage of the page at each address."""
     why = missing_browser()
     if why is not None:
         pytest.skip(why)
@@ -24,10 +24,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with a key, little memory and a swap space."""
-    if missing_browser() is not None:
-        pytest.skip("it is for a browser only")
+def bundled(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:  # noqa: ARG001
+    """A server with a key, little memory and a swap space, for the browser only."""
     log = tmp_path_factory.mktemp("logs") / "page.log"
     flags = ("--num-kv-blocks", "300", "--swap-space", "8MiB")
     with running(Path("bundled"), log, *flags, key=KEY) as server:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import KEY
-from tests.server.page.browser import Browser, missing_browser
+from tests.server.page.browser import Browser
 from tests.server.page.meddler import Meddler
 from tests.server.process import PATIENCE_S, ServerProcess, running
 
@@ -22,10 +22,8 @@ TREE = "document.getElementById('tree')"
 
 
 @pytest.fixture(scope="module")
-def unlocked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server without a key."""
-    if missing_browser() is not None:
-        pytest.skip("it is for a browser only")
+def unlocked(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:  # noqa: ARG001
+    """A server without a key, for the browser only."""
     with running(Path("bundled"), tmp_path_factory.mktemp("logs") / "open.log", "--num-kv-blocks", "600") as server:
         yield server
 
