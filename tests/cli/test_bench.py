@@ -33,6 +33,7 @@ def test_a_shared_prefix_is_found_in_the_cache(capsys: pytest.CaptureFixture[str
         (["--workload", "W5-off", "--enable-prefix-caching"], "W5-off is the workload without prefix caching"),
         (["--input-len", "300", *ENGINE], "--input-len and --output-len together must be at most the context of 256"),
     ],
+    ids=["spread", "spread of a workload", "prefix caching", "lengths"],
 )
 def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
     assert main(["bench", *options]) == 2

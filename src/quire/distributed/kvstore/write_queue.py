@@ -87,7 +87,8 @@ class WriteQueue:
             return not self._pending or self._pending_bytes + len(payload) <= MOST_PENDING_BYTES
 
         with self.changed:
-            if not has_room() and not self.changed.wait_for(has_room, room_s):
+            # A wait of no time would still hand the lock to the writer.
+            if not has_room() and (room_s == 0.0 or not self.changed.wait_for(has_room, room_s)):
                 self._counters.num_dropped += 1
             elif self.is_open:
                 record = self._pending[key] = pack(block, payload)
