@@ -58,6 +58,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {**_SMALL, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_SMALL, "head_dim": 24, "num_key_value_heads": 1}),
     "mistral": ("Mistral", {**_SMALL, "sliding_window": None}),
+    # A temperature from token 30 on.
+    "ministral3": (
+        "Ministral3",
+        {
+            **_SMALL,
+            "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 30,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
+    # Experts without a shared one, and a factor of what they give.
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            **_SMALL,
+            "num_local_experts": 6,
+            "intermediate_size": 48,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+        },
+    ),
     # Windows shorter than the prompts, of full layers too and of some layers only.
     "mistral-window": ("Mistral", {**_SMALL, "sliding_window": 11}),
     "qwen2-window": ("Qwen2", {**_SMALL, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),

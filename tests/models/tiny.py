@@ -39,6 +39,7 @@ from quire.ops.interface.lora import LoraRows
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA_CASES, PHI3_CASES, QWEN3_5_CASES
+from tests.models.llama_layout_cases import LLAMA_LAYOUT_CASES
 from tests.models.stored_tensors import stored_buffers, stored_tensors
 
 SHAPE: dict[str, Any] = {
@@ -162,7 +163,7 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
-CASES |= GEMMA_CASES | FALCON_CASES | QWEN3_5_CASES | EXPERT_CASES | PHI3_CASES
+CASES |= LLAMA_LAYOUT_CASES | GEMMA_CASES | FALCON_CASES | QWEN3_5_CASES | EXPERT_CASES | PHI3_CASES
 CASES |= {
     "lfm2": (
         Lfm2Config,

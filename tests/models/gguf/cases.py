@@ -42,6 +42,9 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "ministral3": {},
+    "granitemoe": {},
+    "granitemoeshared": {},
     "phi3": {},
     "phi3-longrope": {
         "rope_parameters": {

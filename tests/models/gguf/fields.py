@@ -24,6 +24,9 @@ def _granite(config: Config) -> MODEL_ARCH:
 ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "LlamaForCausalLM": lambda _: MODEL_ARCH.LLAMA,
     "MistralForCausalLM": lambda _: MODEL_ARCH.LLAMA,
+    "Ministral3ForCausalLM": lambda _: MODEL_ARCH.MISTRAL3,
+    "GraniteMoeForCausalLM": lambda _: MODEL_ARCH.GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": lambda _: MODEL_ARCH.GRANITE_MOE,
     "MixtralForCausalLM": lambda _: MODEL_ARCH.LLAMA,
     "Llama4ForCausalLM": lambda _: MODEL_ARCH.LLAMA4,
     "Qwen2ForCausalLM": lambda _: MODEL_ARCH.QWEN2,
@@ -130,6 +133,14 @@ def _llama(writer: GGUFWriter, config: Config) -> None:
     writer.add_rope_dimension_count(head_dim)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+
+
+def _ministral3(writer: GGUFWriter, config: Config) -> None:
+    rope = config["rope_parameters"]
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _llama4(writer: GGUFWriter, config: Config) -> None:
@@ -244,7 +255,7 @@ def _granite_scales(writer: GGUFWriter, config: Config) -> None:
     writer.add_embedding_scale(config["embedding_multiplier"])
     writer.add_residual_scale(config["residual_multiplier"])
     writer.add_logit_scale(config["logits_scaling"])
-    if config["num_local_experts"]:
+    if config["num_local_experts"] and config.get("shared_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
@@ -264,6 +275,7 @@ def _mamba(writer: GGUFWriter, config: Config) -> None:
 
 FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.LLAMA: _llama,
+    MODEL_ARCH.MISTRAL3: _ministral3,
     MODEL_ARCH.LLAMA4: _llama4,
     MODEL_ARCH.GPT_OSS: _gpt_oss,
     MODEL_ARCH.PHI3: _phi3,

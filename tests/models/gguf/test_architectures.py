@@ -34,7 +34,9 @@ FALCON_H1 = {
 STORED_OTHERWISE: dict[str, dict[str, Any]] = {
     "FalconH1ForCausalLM": FALCON_H1,
     "GptOssForCausalLM": {LINEAR_EXPERTS: True},
+    "GraniteMoeForCausalLM": {LINEAR_EXPERTS: True},
     "GraniteMoeHybridForCausalLM": {LINEAR_EXPERTS: True},
+    "GraniteMoeSharedForCausalLM": {LINEAR_EXPERTS: True},
     "Llama4ForCausalLM": {LINEAR_EXPERTS: True},
 }
 

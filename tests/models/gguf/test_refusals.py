@@ -90,7 +90,8 @@ def test_mistral3_is_read_like_llama(llama: Written) -> None:
     config, sources = read_architecture(fields, llama.shapes)
     assert build(config)[0] == build(llama.config)[0]
     assert sources == read_architecture(llama.fields, llama.shapes)[1]
-    with pytest.raises(UnsupportedModel, match=r"mistral3\.attention\.temperature_scale"):
+    assert read_architecture(fields | {"mistral3.attention.temperature_scale": 0.0}, llama.shapes)[0] == config
+    with pytest.raises(UnsupportedModel, match=r"mistral3\.attention\.temperature_scale needs"):
         read_architecture(fields | {"mistral3.attention.temperature_scale": 0.1}, llama.shapes)
 
 

@@ -13,12 +13,13 @@ from quire.models.families.gemma2 import gemma2
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
 from quire.models.families.gpt_oss import gpt_oss
+from quire.models.families.granite import granite, granitemoe, granitemoeshared
 from quire.models.families.granitemoehybrid import granitemoehybrid
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.lfm2 import lfm2, lfm2_moe
 from quire.models.families.llama import llama
 from quire.models.families.llama4 import llama4, llama4_of_text_and_images
-from quire.models.families.mistral import mistral
+from quire.models.families.mistral import ministral3, mistral, mistral3_of_text_and_images
 from quire.models.families.mixtral import mixtral
 from quire.models.families.phi3 import phi3
 from quire.models.families.qwen2 import qwen2
@@ -38,12 +39,17 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4_of_text_and_images,
     "GptOssForCausalLM": gpt_oss,
+    "GraniteForCausalLM": granite,
+    "GraniteMoeForCausalLM": granitemoe,
     "GraniteMoeHybridForCausalLM": granitemoehybrid,
+    "GraniteMoeSharedForCausalLM": granitemoeshared,
     "Lfm2ForCausalLM": lfm2,
     "Lfm2MoeForCausalLM": lfm2_moe,
     "Llama4ForCausalLM": llama4,
     "Llama4ForConditionalGeneration": llama4_of_text_and_images,
     "LlamaForCausalLM": llama,
+    "Ministral3ForCausalLM": ministral3,
+    "Mistral3ForConditionalGeneration": mistral3_of_text_and_images,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "Phi3ForCausalLM": phi3,

@@ -37,5 +37,5 @@ class RotaryEmbedding:
 
 def query_scales(temperature: Temperature, positions: Tensor) -> Tensor:
     """Return the factors of the queries of a step's rows, [T, 1, 1] of float32."""
-    intervals = ((positions.to(torch.float32) + 1.0) / temperature.interval).floor_()
+    intervals = ((positions.to(torch.float32) + temperature.offset) / temperature.interval).floor_()
     return intervals.log1p_().mul_(temperature.weight).add_(1.0).view(-1, 1, 1)

@@ -97,10 +97,11 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Factors of queries in long contexts: `1 + weight * log(1 + floor((position + 1) / interval))`.
+    """Factors of queries in long contexts: `1 + weight * log(1 + floor((position + offset) / interval))`.
 
     Source: Scalable-Softmax, arXiv 2501.19399.
     """
 
     interval: float
     weight: float
+    offset: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from quire.errors import UnsupportedModel
 from quire.models.gguf.architectures.common import (
     ENDS,
     LLAMA,
@@ -47,8 +48,24 @@ def _llama(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
 
 
 def _mistral3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    window = metadata.integer("attention.sliding_window", 0, least=0)
-    return read_dense(metadata, shapes, "MistralForCausalLM", floats) | {"sliding_window": window or None}
+    """Read Mistral 3, or Ministral 3, whose queries have a temperature in long contexts."""
+    names = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
+    config = read_common(metadata, shapes, "MistralForCausalLM", floats, reads=names)
+    config |= whole_layers(metadata, config["head_dim"])
+    config["sliding_window"] = metadata.integer("attention.sliding_window", 0, least=0) or None
+    weight, sharpening = map(metadata.number_or_none, names)
+    rope = config["rope_parameters"]
+    if sharpening is not None:
+        rope |= {"mscale": 1.0, "mscale_all_dim": sharpening}
+    if weight is None:
+        return config
+    if rope["rope_type"] != "yarn":
+        raise UnsupportedModel(
+            f"the field {metadata.key(names[0])} needs {metadata.key('rope.scaling.original_context_length')}",
+            field=metadata.key(names[0]),
+        )
+    rope["llama_4_scaling_beta"] = weight
+    return config | {"architectures": ["Ministral3ForCausalLM"]}
 
 
 def _qwen2(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:

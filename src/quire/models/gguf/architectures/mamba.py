@@ -110,16 +110,17 @@ def _read_granite_common(metadata: Metadata, shapes: Shapes, floats: Floats | No
 
 
 def _read_granite_ffn(metadata: Metadata, shapes: Shapes) -> Config:
-    """Read the width of the gated MLP, or the experts and the width of the shared expert."""
+    """Read the width of the gated MLP, or the experts and the width of the shared expert, 0 without one."""
     num_experts, width = metadata.integer("expert_count", 0, least=0), metadata.same_integer("feed_forward_length")
     if not num_experts:
         return {"num_local_experts": 0, "shared_intermediate_size": width}
     metadata.require("expert_shared_count", 0, 1)
+    shared = "blk.0.ffn_gate_shexp.weight"
     return {
         "num_local_experts": num_experts,
         "num_experts_per_tok": metadata.integer("expert_used_count"),
         "intermediate_size": metadata.integer("expert_feed_forward_length", width),
-        "shared_intermediate_size": matrix_shape(shapes, "blk.0.ffn_gate_shexp.weight")[0],
+        "shared_intermediate_size": matrix_shape(shapes, shared)[0] if shared in shapes else 0,
         LINEAR_EXPERTS: True,
     }
 

@@ -78,6 +78,11 @@ class Metadata:
             raise self.wrong(name, value, "a positive number")
         return shortest(float(value))
 
+    def number_or_none(self, name: str) -> float | None:
+        """Read a positive number; None for a missing field and for 0."""
+        value = self._fields.get(self.key(name))
+        return None if value is None or value == 0 else self.number(name)
+
     def flag(self, name: str, default: bool) -> bool:
         """Read true or false."""
         value = self._get(name, default)
