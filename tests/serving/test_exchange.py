@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -130,3 +132,28 @@ def test_headers_of_the_servers_connection_are_not_passed_on() -> None:
     head = b"HTTP/1.1 200 OK\r\nConnection: close, X-Hop\r\nX-Hop: 1\r\nX-End: 2\r\nX-Quire-Replica: other\r\n"
     passed = passed_on(head + b"Keep-Alive: 5\r\nX-Request-Id: other\r\nContent-Length: 2\r\n\r\nok")
     assert passed.headers == [(b"x-end", b"2"), (b"content-length", b"2"), (REPLICA_HEADER, b"server")]
+
+
+def test_an_exchange_that_has_ended_is_freed_without_the_collector() -> None:
+    """Its body may have megabytes, and a full pass of the collector may be minutes away."""
+
+    async def use(upstream: Upstream) -> bool:
+        async def receive() -> Message:
+            return await asyncio.get_running_loop().create_future()
+
+        async def send(message: Message) -> None:
+            pass
+
+        exchange = Exchange({"type": "http", "method": "POST", "path": "/", "headers": []}, b"{}", receive, send)
+        await exchange.attempt(upstream, lambda: "server", lambda _: None, lambda _: None)
+        exchange.close()
+        freed = weakref.ref(exchange)
+        del exchange
+        await asyncio.sleep(0.01)  # the task that waits for the client to leave ends
+        return freed() is None
+
+    gc.disable()
+    try:
+        assert talk([HEAD + chunk(EVENT + DONE) + b"0\r\n\r\n"], use)[0]
+    finally:
+        gc.enable()

@@ -272,7 +272,7 @@ class Exchange:
             UpstreamLate: it takes longer than `limit_s`.
         """
         if self._left is None:
-            self._left = asyncio.ensure_future(self._wait_until_left())
+            self._left = asyncio.ensure_future(_wait_until_left(self._receive))
         if self._left.done():
             work.close()
             return None
@@ -411,10 +411,6 @@ class Exchange:
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
         await self._send(message)
 
-    async def _wait_until_left(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
     async def _end_early(self) -> str:
         """Return "left", or end an answer that has begun with the error that ends the exchange."""
         if self.error is None or not self.has_begun:
@@ -426,6 +422,7 @@ class Exchange:
         """Stop waiting for the client to leave, and abandon a held answer."""
         if self._left is not None:
             self._left.cancel()
+            self._left = None
         self._drop_held()
 
     def late(self) -> ApiError:
@@ -446,6 +443,16 @@ class Exchange:
         if self._held is not None:
             self._held[0].close()
             self._held = None
+
+
+async def _wait_until_left(receive: Receive) -> None:
+    """Return when the client has left.
+
+    This is no method, because the exception of a cancelled task holds the frame: an exchange in it, with its body,
+    would live until the collector's next full pass.
+    """
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _next_part(parts: AsyncIterator[bytes]) -> bytes | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -100,10 +99,13 @@ class Upload:
         """Return the next message."""
         message: Message = {}
         if not self._is_ended:
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(None) as self._timeout:
                     message = await receive()
-            self._timeout = None
+            except TimeoutError:
+                pass
+            finally:
+                self._timeout = None
         if self._is_ended:
             raise unavailable("too many long bodies are on their way", "too_many_uploads")
         return message
