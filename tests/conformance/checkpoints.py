@@ -85,6 +85,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.2,
         },
     ),
+    # A sigmoid of scores, of which a bias chooses, beside a shared expert; a dense layer before, and parts of heads.
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **_SMALL,
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     # Windows shorter than the prompts, of full layers too and of some layers only.
     "mistral-window": ("Mistral", {**_SMALL, "sliding_window": 11}),
     "qwen2-window": ("Qwen2", {**_SMALL, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),

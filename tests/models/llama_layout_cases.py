@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import Any, Final
 
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     GraniteMoeConfig,
@@ -13,7 +21,14 @@ from transformers import (
     GraniteMoeSharedForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
+
+HEADS: Final = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SPECIAL: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 # Every multiplier is another number.
 GRANITE: Final[dict[str, Any]] = {
@@ -57,5 +72,74 @@ LLAMA_LAYOUT_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
         GraniteMoeSharedConfig,
         GraniteMoeSharedForCausalLM,
         GRANITE | {"num_local_experts": 4, "intermediate_size": 32, "shared_intermediate_size": 56},
+    ),
+    # A window in the layers that are not rotated.
+    "smollm3": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {**HEADS, **SPECIAL, "num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "smollm3-options": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {
+            **SPECIAL,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [0, 1, 0],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "seed-oss": (SeedOssConfig, SeedOssForCausalLM, {**HEADS, "head_dim": 24}),
+    "seed-oss-options": (
+        SeedOssConfig,
+        SeedOssForCausalLM,
+        {
+            **HEADS,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma": (GemmaConfig, GemmaForCausalLM, {**HEADS, "num_key_value_heads": 1}),
+    "gemma-options": (
+        GemmaConfig,
+        GemmaForCausalLM,
+        {**HEADS, "head_dim": 24, "hidden_act": "gelu", "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "glm": (GlmConfig, GlmForCausalLM, {**HEADS, **SPECIAL, "attention_bias": False, "tie_word_embeddings": True}),
+    "glm4": (Glm4Config, Glm4ForCausalLM, {**HEADS, **SPECIAL, "head_dim": 24, "num_key_value_heads": 4}),
+    "glm4-moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            **HEADS,
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "glm4-moe-options": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            **HEADS,
+            "head_dim": 24,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
     ),
 }

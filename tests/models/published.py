@@ -164,6 +164,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4,
         mamba_norm_before_gate=False, max_position_embeddings=16384,
     ),
+    "Granite 3.3 8B": llama(
+        4096, 40, 32, 8, 12800, 49159, architectures=["GraniteForCausalLM"], model_type="granite", attention_bias=False,
+        tie_word_embeddings=True, attention_multiplier=0.0078125, embedding_multiplier=12.0, residual_multiplier=0.22,
+        logits_scaling=16.0, max_position_embeddings=131072,
+    ),
+    "SmolLM3 3B": llama(
+        2048, 36, 16, 4, 11008, 128256, architectures=["SmolLM3ForCausalLM"], model_type="smollm3",
+        no_rope_layers=[1, 1, 1, 0] * 9, tie_word_embeddings=True, use_sliding_window=False, sliding_window=None,
+        max_position_embeddings=65536,
+    ),
+    "Seed-OSS 36B": llama(
+        5120, 64, 80, 8, 27648, 155136, architectures=["SeedOssForCausalLM"], model_type="seed_oss", head_dim=128,
+        attention_bias=True, attention_out_bias=False, max_position_embeddings=524288, rope_theta=10000000.0,
+    ),
+    "Ministral 3 8B": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": llama(
+            4096, 34, 32, 8, 14336, 131072, model_type="ministral3", head_dim=128, max_position_embeddings=262144,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
+    },
+    "GLM-4.5 Air": llama(
+        4096, 46, 96, 8, 10944, 151552, architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe", head_dim=128,
+        attention_bias=True, partial_rotary_factor=0.5, n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8,
+        moe_intermediate_size=1408, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.0,
+        n_group=1, topk_group=1, use_qk_norm=False, max_position_embeddings=131072, rms_norm_eps=1e-5,
+    ),
     "Phi-3.5 mini": llama(
         3072, 32, 32, 32, 8192, 32064, **PHI3, sliding_window=262144, tie_word_embeddings=False,
     ),

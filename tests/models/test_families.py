@@ -134,10 +134,33 @@ def test_unknown_architecture_names_the_page_that_lists_the_known_ones() -> None
         ("layer_types", MISTRAL | {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}),
         ("attention_bias", {"architectures": ["MistralForCausalLM"], "attention_bias": True}),
         ("mlp_bias", {"architectures": ["Qwen3ForCausalLM"], "mlp_bias": True}),
+        ("hidden_act", {"architectures": ["GraniteMoeForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}),
+        ("layer_types", {"architectures": ["GraniteMoeSharedForCausalLM"], "layer_types": ["linear_attention"] * 2}),
+        ("layer_types", {"architectures": ["SmolLM3ForCausalLM"], "layer_types": ["sliding_attention"] * 2}),
+        ("hidden_act", {"architectures": ["GemmaForCausalLM"]}),
+        ("use_bidirectional_attention", {"architectures": ["GemmaForCausalLM"], "use_bidirectional_attention": True}),
+        ("rope_type", {"architectures": ["Glm4ForCausalLM"], "rope_scaling": {"rope_type": "longrope"}}),
+        ("n_group", {"architectures": ["Glm4MoeForCausalLM"], "n_group": 2}),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(field: str, changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModel, match=field) as caught:
+        read(**changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("num_experts_per_tok", {"architectures": ["GraniteMoeForCausalLM"], "num_experts_per_tok": 9}),
+        ("no_rope_layers", {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}),
+        ("partial_rotary_factor", {"architectures": ["GlmForCausalLM"], "partial_rotary_factor": 0.01}),
+        ("first_k_dense_replace", {"architectures": ["Glm4MoeForCausalLM"], "first_k_dense_replace": 2}),
+        ("num_experts_per_tok", {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4}),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=field) as caught:
         read(**changes)
     assert caught.value.field == field
 

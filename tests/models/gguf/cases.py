@@ -45,6 +45,15 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
     "ministral3": {},
     "granitemoe": {},
     "granitemoeshared": {},
+    "smollm3": {"use_sliding_window": False, "num_hidden_layers": 4},
+    "smollm3-options": {"no_rope_layers": None},
+    "seed-oss": {},
+    "seed-oss-options": {},
+    "gemma": {},
+    "gemma-options": {"tie_word_embeddings": True},
+    "glm4": {},
+    "glm4-moe": {},
+    "glm4-moe-options": {"norm_topk_prob": True},
     "phi3": {},
     "phi3-longrope": {
         "rope_parameters": {

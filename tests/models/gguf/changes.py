@@ -46,6 +46,10 @@ def _add_one(tensors: Tensors, _config: Config) -> Tensors:
     return {name: values + 1 if name.endswith("norm.weight") else values for name, values in tensors.items()}
 
 
+def _name_choice_biases(tensors: Tensors, _config: Config) -> Tensors:
+    return {name.replace("correction_bias", "correction.bias"): values for name, values in tensors.items()}
+
+
 def _lfm2(tensors: Tensors, _config: Config) -> Tensors:
     return {
         name.replace("expert_bias", "expert_bias.bias"): values.squeeze(1) if "conv.conv.weight" in name else values
@@ -224,6 +228,9 @@ def _falcon_h1(tensors: Tensors, config: Config) -> Tensors:
 CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.LLAMA: _pair_rows,
     MODEL_ARCH.MISTRAL3: _pair_rows,
+    MODEL_ARCH.SMOLLM3: _pair_rows,
+    MODEL_ARCH.GEMMA: _add_one,
+    MODEL_ARCH.GLM4_MOE: _name_choice_biases,
     MODEL_ARCH.LLAMA4: _divide_experts,
     MODEL_ARCH.GPT_OSS: _gpt_oss,
     MODEL_ARCH.GEMMA2: _add_one,

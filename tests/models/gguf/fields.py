@@ -27,6 +27,11 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "Ministral3ForCausalLM": lambda _: MODEL_ARCH.MISTRAL3,
     "GraniteMoeForCausalLM": lambda _: MODEL_ARCH.GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": lambda _: MODEL_ARCH.GRANITE_MOE,
+    "SmolLM3ForCausalLM": lambda _: MODEL_ARCH.SMOLLM3,
+    "SeedOssForCausalLM": lambda _: MODEL_ARCH.SEED_OSS,
+    "GemmaForCausalLM": lambda _: MODEL_ARCH.GEMMA,
+    "Glm4ForCausalLM": lambda _: MODEL_ARCH.GLM4,
+    "Glm4MoeForCausalLM": lambda _: MODEL_ARCH.GLM4_MOE,
     "MixtralForCausalLM": lambda _: MODEL_ARCH.LLAMA,
     "Llama4ForCausalLM": lambda _: MODEL_ARCH.LLAMA4,
     "Qwen2ForCausalLM": lambda _: MODEL_ARCH.QWEN2,
@@ -67,7 +72,7 @@ def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> 
     elif architecture is not MODEL_ARCH.GEMMA4:
         writer.add_head_count_kv(config["num_key_value_heads"])
     _add_rope(writer, config)
-    count = config.get("num_local_experts") or config.get("num_experts")
+    count = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
     if count:
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
@@ -148,6 +153,20 @@ def _llama4(writer: GGUFWriter, config: Config) -> None:
     writer.add_expert_feed_forward_length(config["intermediate_size"])
     writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     writer.add_rope_dimension_count(config["head_dim"])
+
+
+def _glm4(writer: GGUFWriter, config: Config) -> None:
+    writer.add_rope_dimension_count(int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]))
+
+
+def _glm4_moe(writer: GGUFWriter, config: Config) -> None:
+    _glm4(writer, config)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
 
 
 def _phi3(writer: GGUFWriter, config: Config) -> None:
@@ -277,6 +296,9 @@ FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.LLAMA: _llama,
     MODEL_ARCH.MISTRAL3: _ministral3,
     MODEL_ARCH.LLAMA4: _llama4,
+    MODEL_ARCH.SMOLLM3: _llama,
+    MODEL_ARCH.GLM4: _glm4,
+    MODEL_ARCH.GLM4_MOE: _glm4_moe,
     MODEL_ARCH.GPT_OSS: _gpt_oss,
     MODEL_ARCH.PHI3: _phi3,
     MODEL_ARCH.QWEN3MOE: _qwen3_moe,

@@ -9,9 +9,12 @@ from quire.errors import CheckpointError, UnsupportedModel, shown
 from quire.models.families.base_models import causal_name
 from quire.models.families.encoders import build_encoder, find_encoder
 from quire.models.families.falcon_h1 import falcon_h1
+from quire.models.families.gemma import gemma
 from quire.models.families.gemma2 import gemma2
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
+from quire.models.families.glm4 import glm, glm4
+from quire.models.families.glm4_moe import glm4_moe
 from quire.models.families.gpt_oss import gpt_oss
 from quire.models.families.granite import granite, granitemoe, granitemoeshared
 from quire.models.families.granitemoehybrid import granitemoehybrid
@@ -27,6 +30,8 @@ from quire.models.families.qwen3 import qwen3
 from quire.models.families.qwen3_5 import qwen3_5, qwen3_5_of_text_and_images
 from quire.models.families.qwen3_5_moe import qwen3_5_moe, qwen3_5_moe_of_text_and_images
 from quire.models.families.qwen3_moe import qwen3_moe
+from quire.models.families.seed_oss import seed_oss
+from quire.models.families.smollm3 import smollm3
 from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import ModelSpec, WeightMap
 
@@ -38,6 +43,10 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Gemma3ForConditionalGeneration": gemma3_of_text_and_images,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4_of_text_and_images,
+    "GemmaForCausalLM": gemma,
+    "Glm4ForCausalLM": glm4,
+    "Glm4MoeForCausalLM": glm4_moe,
+    "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granitemoe,
@@ -60,6 +69,8 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Qwen3_5ForConditionalGeneration": qwen3_5_of_text_and_images,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe_of_text_and_images,
+    "SeedOssForCausalLM": seed_oss,
+    "SmolLM3ForCausalLM": smollm3,
 }
 
 

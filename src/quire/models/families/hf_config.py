@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
@@ -35,6 +36,8 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 MAX_INTEGER = 2**31 - 1
 MOST: Mapping[str, int] = {"num_hidden_layers": 1024}
 ROPE_TYPES = "default, linear, dynamic, llama3, yarn, proportional"
+# Supported rotations of a part of a head.
+PARTIAL_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _MISSING = object()
 
 
@@ -211,6 +214,22 @@ def read_num_turned(config: HFConfig, part: HFConfig, head_dim: int, default: fl
             f"config.json: {name} must leave an even part of head_dim ({head_dim}) to turn, got {fraction}", field=name
         )
     return num_turned
+
+
+def read_partial_rope(config: HFConfig, head_dim: int, default: float, *, interleaved: bool = False) -> Rope:
+    """Read the rotation of a head's leading values, a `partial_rotary_factor` of them.
+
+    `mrope_section` and `mrope_interleaved` divide the frequencies among the three positions of an image token. The
+    three positions of a text token are equal, so these fields have no effect.
+    """
+    name = "partial_rotary_factor"
+    part = config.part("rope_parameters") or config.part("rope_scaling") or HFConfig({})
+    for kind in ("rope_type", "type"):
+        part.require(kind, None, *PARTIAL_ROPE_TYPES)
+    num_turned = read_num_turned(config, part, head_dim, default)
+    whole = {name: None}
+    rope = read_rope_part(config.changed(whole), part.changed(whole), config.number("rope_theta", 1e4))
+    return replace(rope, num_turned=num_turned, interleaved=interleaved)
 
 
 def read_activation(config: HFConfig, name: str = "hidden_act") -> Activation:

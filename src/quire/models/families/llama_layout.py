@@ -94,7 +94,17 @@ def read_attention(
     return Attention(num_heads, num_kv_heads, head_dim, rope)
 
 
-def map_weights(spec: ModelSpec, norms: Mapping[str, str] = NORMS, prefix: str = "model") -> WeightMap:
+def with_norm(spec: ModelSpec, norm: RMSNorm) -> ModelSpec:
+    """Return a model with another norm before the halves of layers, and before the head."""
+    return replace(spec, layers=tuple(replace(layer, norm=norm) for layer in spec.layers), norm=norm)
+
+
+def map_weights(
+    spec: ModelSpec,
+    norms: Mapping[str, str] = NORMS,
+    prefix: str = "model",
+    mlp: Mapping[str, tuple[str, ...]] = MLP,
+) -> WeightMap:
     """Name the checkpoint's tensors."""
     names = map_ends(spec, prefix)
     for idx, layer in enumerate(spec.layers):
@@ -105,7 +115,7 @@ def map_weights(spec: ModelSpec, norms: Mapping[str, str] = NORMS, prefix: str =
         names |= map_modules(*layer_names, {name: (norm,) for name, norm in norms.items()})
         names |= map_modules(*layer_names, QKV, has_bias=attention.qkv_bias)
         names |= map_modules(*layer_names, OUTPUT, has_bias=attention.output_bias)
-        names |= map_modules(*layer_names, MLP, has_bias=layer.ffn.bias)
+        names |= map_modules(*layer_names, mlp, has_bias=layer.ffn.bias)
         if attention.qk_norm is not None:
             names |= map_modules(*layer_names, HEAD_NORMS)
     return names

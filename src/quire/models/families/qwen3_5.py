@@ -12,8 +12,7 @@ from quire.models.families.hf_config import (
     HFConfig,
     read_layer_kinds,
     read_max_position,
-    read_num_turned,
-    read_rope_part,
+    read_partial_rope,
 )
 from quire.models.families.llama_layout import (
     HEAD_NORMS,
@@ -25,7 +24,6 @@ from quire.models.families.llama_layout import (
     map_modules,
     read_attention,
 )
-from quire.models.specs.rotations import Rope
 from quire.models.specs.spec import Attention, GatedDeltaNet, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 RECURRENT: Final = "linear_attention"
@@ -46,8 +44,6 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-# Supported rotations of a part of a head.
-ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 DELTA_NET: Final = {
     "mixer.input": (
         "linear_attn.in_proj_qkv",
@@ -82,7 +78,7 @@ def qwen3_5(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightM
     attention = replace(
         read_attention(config, None), qk_norm=norm, qkv_bias=has_bias, output_bias=has_bias, output_gate=True
     )
-    attention = replace(attention, rope=_read_rope(config, attention.head_dim))
+    attention = replace(attention, rope=read_partial_rope(config, attention.head_dim, 0.25))
     net = _read_delta_net(config, RMSNorm(eps))
     interval = config.integer("full_attention_interval")
     kinds = read_layer_kinds(config, (FULL, RECURRENT), lambda idx: RECURRENT if (idx + 1) % interval else FULL)
@@ -106,22 +102,6 @@ def qwen3_5_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     # `tie_word_embeddings` is a field of the outer object.
     is_tied = config.flag("tie_word_embeddings", False)
     return qwen3_5(text.changed({"tie_word_embeddings": is_tied}), "model.language_model")
-
-
-def _read_rope(config: HFConfig, head_dim: int) -> Rope:
-    """Read the rotation of a head's leading values.
-
-    `mrope_section` and `mrope_interleaved` divide the frequencies among the three positions of an image token. The
-    three positions of a text token are equal, so these fields have no effect.
-    """
-    name = "partial_rotary_factor"
-    part = config.part("rope_parameters") or config.part("rope_scaling") or HFConfig({})
-    for kind in ("rope_type", "type"):
-        part.require(kind, None, *ROPE_TYPES)
-    num_turned = read_num_turned(config, part, head_dim, 0.25)
-    whole = {name: None}
-    rope = read_rope_part(config.changed(whole), part.changed(whole), config.number("rope_theta", 1e4))
-    return replace(rope, num_turned=num_turned)
 
 
 def _read_delta_net(config: HFConfig, norm: RMSNorm) -> GatedDeltaNet:

@@ -13,6 +13,7 @@ from quire.errors import UnsupportedModel, shown
 from quire.models.families import build
 from quire.models.gguf.architectures.fused_qkv import find_ranges, with_parts
 from quire.models.gguf.architectures.gemma import GEMMA
+from quire.models.gguf.architectures.glm4 import GLM
 from quire.models.gguf.architectures.gpt_oss import GPT_OSS
 from quire.models.gguf.architectures.lfm2 import LFM2
 from quire.models.gguf.architectures.llama4 import LLAMA4
@@ -31,6 +32,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     **LLAMA4,
     **QWEN3_5,
     **GEMMA,
+    **GLM,
     **LFM2,
     **MAMBA_LAYOUT,
     **PHI3,

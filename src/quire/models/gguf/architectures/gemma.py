@@ -1,4 +1,4 @@
-"""Gemma 2, Gemma 3 and Gemma 4 (text)."""
+"""Gemma to Gemma 4 (text)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from quire.models.gguf.architectures.common import (
     ATTENTION,
     ENDS,
     FREQUENCY_FACTORS,
+    LLAMA,
     MLP,
     expert_names,
+    has_tensor,
     layers_with,
     matrix_shape,
     read_common,
+    read_dense,
     read_experts,
     read_floats,
     whole_layers,
@@ -52,7 +55,7 @@ GEMMA4_ENDS: Final = {
     "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
     "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
 }
-# The norms of Gemma 2 and 3, whose weights are stored plus one.
+# The norms of Gemma to Gemma 3, whose weights are stored plus one.
 NORMS: Final = (
     "model.norm.weight",
     "input_layernorm.weight",
@@ -68,6 +71,11 @@ NUM_LAYERS_27B: Final = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 CAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 # Smallest factor of wavelengths of pairs that are not rotated.
 UNTURNED: Final = 1e20
+
+
+def _read_gemma(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    bias = {"attention_bias": has_tensor(shapes, "attn_q.bias")}
+    return read_dense(metadata, shapes, "GemmaForCausalLM", floats) | bias
 
 
 def _read_gemma2(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
@@ -204,6 +212,7 @@ def _norm_changes(_config: Config) -> Mapping[str, Change]:
 
 
 GEMMA: Final[dict[str, Architecture]] = {
+    "gemma": Architecture(_read_gemma, LLAMA, ENDS, _norm_changes),
     "gemma2": Architecture(_read_gemma2, LAYER, ENDS, _norm_changes),
     "gemma3": Architecture(_read_gemma3, LAYER, ENDS, _norm_changes),
     "gemma4": Architecture(_read_gemma4, GEMMA4_LAYER, GEMMA4_ENDS),

@@ -1,4 +1,4 @@
-"""Architectures of Llama's layout: llama, mistral3, qwen2, qwen3 and qwen3moe."""
+"""Architectures of Llama's layout: llama, mistral3, smollm3, seed_oss, qwen2, qwen3 and qwen3moe."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ def _llama(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
             "num_local_experts": metadata.integer("expert_count"),
             "num_experts_per_tok": metadata.integer("expert_used_count"),
         }
-    return config | {
-        "attention_bias": has_tensor(shapes, "attn_q.bias"),
-        "mlp_bias": has_tensor(shapes, "ffn_up.bias"),
-    }
+    return config | _biases(shapes)
 
 
 def _mistral3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
@@ -66,6 +63,20 @@ def _mistral3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Conf
         )
     rope["llama_4_scaling_beta"] = weight
     return config | {"architectures": ["Ministral3ForCausalLM"]}
+
+
+def _smollm3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    """Read SmolLM3; every fourth layer is not rotated, which files do not say."""
+    return read_dense(metadata, shapes, "SmolLM3ForCausalLM", floats) | _biases(shapes)
+
+
+def _seed_oss(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    biases = _biases(shapes) | {"attention_out_bias": has_tensor(shapes, "attn_output.bias")}
+    return read_dense(metadata, shapes, "SeedOssForCausalLM", floats) | biases
+
+
+def _biases(shapes: Shapes) -> Config:
+    return {"attention_bias": has_tensor(shapes, "attn_q.bias"), "mlp_bias": has_tensor(shapes, "ffn_up.bias")}
 
 
 def _qwen2(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
@@ -99,6 +110,8 @@ def _qwen3_moe(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Con
 LLAMA_LAYOUT: Final[dict[str, Architecture]] = {
     "llama": Architecture(_llama, LLAMA | MIXTRAL, ENDS, paired_rows),
     "mistral3": Architecture(_mistral3, LLAMA, ENDS, paired_rows),
+    "smollm3": Architecture(_smollm3, LLAMA, ENDS, paired_rows),
+    "seed_oss": Architecture(_seed_oss, LLAMA | {"post_attention_layernorm": "post_attention_norm"}, ENDS),
     "qwen2": Architecture(_qwen2, LLAMA, ENDS),
     "qwen3": Architecture(_qwen3, LLAMA, ENDS),
     "qwen3moe": Architecture(_qwen3_moe, LLAMA | QWEN3_MOE, ENDS),
