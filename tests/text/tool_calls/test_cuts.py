@@ -42,7 +42,7 @@ CASES = [
         "",
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
         "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "weather<｜tool▁sep｜>",
+        "weather<",
     ),
     (
         "deepseek",

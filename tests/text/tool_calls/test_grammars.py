@@ -12,7 +12,7 @@ import pytest
 from quire.errors import InvalidParameter
 from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, ToolFormat, choose_format, merge
-from quire.text.tool_calls.deepseek import DeepSeek
+from quire.text.tool_calls.formats import DEEPSEEK
 from quire.text.tool_calls.harmony import HarmonyCalls
 from tests.text.tool_calls.schema_check import fits
 from tests.text.tool_calls.vocabulary import vocabulary
@@ -56,7 +56,7 @@ MARKERS = {
     "qwen3_xml": ("<tool_call>", "</tool_call>"),
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
-    "deepseek": (DeepSeek.marker, *DeepSeek.other_markers),
+    "deepseek": DEEPSEEK.marks,
     "harmony": HarmonyCalls.other_markers,
 }
 # The templates that decide on Mistral's form.

@@ -78,18 +78,16 @@ def _in_rule(match: re.Match[str]) -> str:
     return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(match[0][-1], match[0])
 
 
-def marker(text: str, tokens: Mapping[str, int]) -> str:
-    """Return the terminal of a marker: its token, which other tokens may not spell; its text if it has no token."""
-    return f"<[{tokens[text]}]>" if text in tokens else literal(text)
+def written(text: str, tokens: Mapping[str, int]) -> str:
+    """Return the expression of a fixed text: tokens for the marks in it that are tokens, and literal text between."""
+    marks = sorted((mark for mark in tokens if mark in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+    return joined(*(f"<[{tokens[part]}]>" if part in tokens else literal(part) for part in parts if part))
 
 
-def object_calls(rules: CallRules, key: str) -> list[str]:
-    """Return the rules of `object`: a JSON object with a name and, under a key, arguments that match the schema."""
-    # Lexemes are tokens of JSON. The lexer takes the longest one, so longer lexemes would exclude other JSON objects.
-    parts = [["{", '"name"', ": ", f'"{function.name}"', ", ", f'"{key}"', ": "] for function in rules.functions]
-    heads = (" ".join(map(literal, lexemes)) for lexemes in parts)
-    options = (f'{head} args_{idx} "}}"' for idx, head in enumerate(heads))
-    return [f"object: {' | '.join(options)}", *arguments(rules)]
+def joined(*parts: str) -> str:
+    """Return the expression of parts that follow one another, without empty ones."""
+    return " ".join(part for part in parts if part)
 
 
 def arguments(rules: CallRules) -> list[str]:
@@ -118,16 +116,6 @@ def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str
         lines.append(f"part: BEFORE <[{','.join(_ranges(others))}]>")
         parts = "part* "
     return [*lines, f"free: {parts}TEXT", f"opened: {parts}({' | '.join(endings)})"]
-
-
-def lines_of_calls(rules: CallRules, mark: str, separator: str = "\n") -> list[str]:
-    """Return the rules of outputs with calls; each call is the marker and the rule `body`."""
-    if not rules.is_required:
-        start = "start: (opened body)* free" if rules.is_parallel else "start: free | opened body"
-        return [start, *free_text(rules, mark)]
-    opened = marker(mark, rules.tokens)
-    more = f" ({literal(separator)} {opened} body)*" if rules.is_parallel else ""
-    return [f"start: {opened} body{more}"]
 
 
 def text_tokens(tokenizer: Tokenizer, marker: str, vocab_size: int) -> tuple[int, ...]:

@@ -9,8 +9,6 @@ from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.object_calls import read_arguments
 from quire.text.tool_calls.parser import CallReader
 
-# The text by which gpt-oss' template shows the format to the model.
-SHOWN = "functions."
 MAX_HEADER_CHARS = 256
 
 
@@ -29,17 +27,6 @@ class HarmonyCalls:
     may_be_bare = False
     id_chars = None
     answer_head = "thought* final "
-
-    @classmethod
-    def for_template(cls, source: str) -> HarmonyCalls:
-        """Return the format; templates do not change it."""
-        del source
-        return cls()
-
-    @staticmethod
-    def is_shown_by(source: str) -> bool:
-        """Return whether a chat template shows the format to the model."""
-        return CHANNEL in source and SHOWN in source
 
     def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
         """Read one call and its closing mark, which may be missing if it is a stop token."""
@@ -61,7 +48,7 @@ class HarmonyCalls:
     def grammar(self, rules: CallRules) -> str:
         """Return the grammar: messages of reasoning, and then a call or an answer."""
         start, channel, message, end, call, constrain = (
-            grammar.marker(mark, rules.tokens) for mark in (START, CHANNEL, MESSAGE, END, CALL, CONSTRAIN)
+            grammar.written(mark, rules.tokens) for mark in (START, CHANNEL, MESSAGE, END, CALL, CONSTRAIN)
         )
         heads = [f"{channel} {literal(f'commentary to=functions.{one.name} ')}" for one in rules.functions]
         options = (f'{head} {constrain} "json" {message} args_{idx}' for idx, head in enumerate(heads))

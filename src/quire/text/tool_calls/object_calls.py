@@ -1,4 +1,4 @@
-"""Parsing of calls that are JSON objects with a name and arguments: a single one, or a series."""
+"""Parsing of calls that are JSON objects with a name and arguments, and of arguments that are JSON."""
 
 from __future__ import annotations
 
@@ -61,37 +61,6 @@ def read_arguments(incoming: Incoming, begin: int, reader: CallReader, name: str
         return None
     yield reader.whole_call(name, incoming.text[begin:end])
     return end
-
-
-def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str, closing: str) -> Reading:
-    """Read calls with separators between them."""
-    calls: list[Call] = []
-    is_first = True
-    while True:
-        if reader.is_forced:
-            end = yield from stream_call(incoming, pos, reader)
-            if end is None:
-                return None if is_first else pos
-        else:
-            reading = yield from whole_call(incoming, pos, reader.functions)
-            if reading is None:
-                return None
-            calls.append(reading[0])
-            end = reading[1]
-        is_first = False
-        after = yield from incoming.past_space(end)
-        assert after is not None
-        next_char = incoming.text[after : after + 1]
-        pos = after + len(next_char)
-        if next_char == separator:
-            after = yield from incoming.past_space(pos)
-            if after != len(incoming.text):
-                continue
-        elif next_char and next_char != closing:
-            return end if reader.is_forced else None
-        for name, arguments in calls:
-            yield reader.whole_call(name, arguments)
-        return pos
 
 
 def _head(incoming: Incoming, pos: int, reader: CallReader) -> Generator[Piece | None, None, tuple[str, int] | None]:

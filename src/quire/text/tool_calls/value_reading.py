@@ -24,7 +24,7 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {char: char 
 
 
 class CallWriter:
-    """Turns the arguments of one call into pieces: immediately if `CallReader.is_forced`, else all at the end."""
+    """Turns the arguments of one call into pieces if `CallReader.is_forced`; else collects them for `whole`."""
 
     def __init__(self, reader: CallReader, name: str) -> None:
         self._reader = reader
@@ -47,11 +47,14 @@ class CallWriter:
             yield CallDelta(self._index, arguments=text)
 
     def end(self) -> Iterator[Piece]:
-        """Yield the call's last piece."""
+        """Yield the call's last piece, if pieces are streamed."""
         if self._reader.is_forced:
             yield CallDelta(self._index, arguments="}", is_last=True)
-        else:
-            yield self._reader.whole_call(self._name, f"{{{''.join(self._members)}}}")
+
+    @property
+    def whole(self) -> tuple[str, str] | None:
+        """The name and the arguments of a complete call, if pieces are not streamed."""
+        return None if self._reader.is_forced else (self._name, f"{{{''.join(self._members)}}}")
 
     def broken(self, incoming: Incoming, pos: int) -> int | None:
         """Return the end of a malformed or truncated call, if pieces are streamed; else None, so that it is content."""
@@ -155,7 +158,6 @@ class ValueReader:
     def call(self, incoming: Incoming, pos: int, writer: CallWriter, colon: str, close: str) -> Reading:
         """Read a call's arguments after their opening bracket."""
         is_first = True
-        yield from writer.begin()
         while True:
             closed = yield from incoming.literal(pos, close)
             if closed is not None:

@@ -1,0 +1,116 @@
+"""Formats of tool calls as values: the fixed texts around calls, names and arguments, and the form of the arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.text.tool_calls.value_grammar import ValueSyntax
+
+# Words of JSON, and Python's words for the same values.
+JSON_WORDS: Mapping[str, str] = {word: word for word in ("true", "false", "null")}
+PYTHON_WORDS: Mapping[str, str] = {"true": "True", "false": "False", "null": "None"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallObject:
+    """Calls that are JSON objects with a name and arguments.
+
+    Args:
+        name_key: key of the name.
+        arguments_key: key of the arguments; `ARGUMENT_KEYS` are all read.
+    """
+
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonArguments:
+    """Arguments that are a JSON object after the name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedArguments:
+    """Arguments between tags: strings as plain text, other values as JSON. The schema decides which are strings.
+
+    Args:
+        key_begin: text before a key.
+        key_end: text between a key and its value. Only if it ends with a line break, one before the value is left out.
+        value_end: text after a value; likewise with a line break at its beginning.
+    """
+
+    key_begin: str
+    key_end: str
+    value_end: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeywordArguments:
+    """Arguments as in a function call: keys and values with separators between them.
+
+    Args:
+        keys: spelling of the arguments' keys, and the separators.
+        values: spelling of the values, and of objects inside them.
+    """
+
+    keys: ValueSyntax
+    values: ValueSyntax
+
+
+Arguments = CallObject | JsonArguments | TaggedArguments | KeywordArguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Markup:
+    """One spelling of calls: blocks of one or several calls, in text or one after the other.
+
+        block = begin open call (between call)* close end
+        call  = call_begin NAME (id_begin ID)? name_end ARGUMENTS call_end
+
+    A grammar has these texts exactly. A reader ignores white space at their ends, and around line breaks inside them.
+
+    Args:
+        arguments: form of the arguments; with `CallObject`, a call has no other parts.
+        begin: mark before a block.
+        open: text between it and the first call.
+        between: text between two calls of a block; None if a block has one call.
+        close: text after the last call.
+        end: mark after it; "" if there is none.
+        next_block: text between two blocks of outputs without other text, if a block has one call.
+        call_begin: text before the name.
+        id_begin: text before an id of the call after the name, which may be left out; "" if there are no ids.
+        id_pattern: regular expression of these ids.
+        name_end: text between the name and the arguments.
+        call_end: text after the arguments.
+        inner_marks: further texts for which a tokenizer may have single tokens.
+        may_be_bare: True if an output may begin with calls without `begin`; they are its whole text.
+        id_chars: length of call ids (letters and digits) that templates require; None for any length.
+    """
+
+    arguments: Arguments
+    begin: str
+    open: str = ""
+    between: str | None = None
+    close: str = ""
+    end: str = ""
+    next_block: str = ""
+    call_begin: str = ""
+    id_begin: str = ""
+    id_pattern: str = ""
+    name_end: str = ""
+    call_end: str = ""
+    inner_marks: tuple[str, ...] = ()
+    may_be_bare: bool = False
+    id_chars: int | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts for which a tokenizer may have single tokens; the first one is `begin`."""
+        return tuple(filter(None, (self.begin, self.end, *self.inner_marks)))
+
+
+def parts_of(text: str) -> list[str]:
+    """Return the parts of a fixed text between line breaks, without the white space around these."""
+    return [part for part in re.split(r"\s*\n\s*", text.strip()) if part]
