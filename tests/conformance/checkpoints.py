@@ -85,6 +85,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.2,
         },
     ),
+    # Norms of all heads of a token together, and after each half of a layer; windows in three layers of four.
+    "olmo3": ("Olmo3", {**_SMALL, "num_hidden_layers": 4, "sliding_window": 11}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            **_SMALL,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+        },
+    ),
     # A sigmoid of scores, of which a bias chooses, beside a shared expert; a dense layer before, and parts of heads.
     "glm4-moe": (
         "Glm4Moe",

@@ -19,8 +19,14 @@ from transformers import (
     GraniteMoeForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -141,5 +147,41 @@ LLAMA_LAYOUT_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
             "norm_topk_prob": False,
             "tie_word_embeddings": True,
         },
+    ),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"num_attention_heads": 4}),
+    "olmo2-options": (
+        Olmo2Config,
+        Olmo2ForCausalLM,
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "olmo3": (
+        Olmo3Config,
+        Olmo3ForCausalLM,
+        {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 4, "sliding_window": 9},
+    ),
+    # A scaling of the layers without a window.
+    "olmo3-options": (
+        Olmo3Config,
+        Olmo3ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 16,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
+    "minimax-m2": (
+        MiniMaxM2Config,
+        MiniMaxM2ForCausalLM,
+        {**HEADS, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32, "rotary_dim": 8},
     ),
 }

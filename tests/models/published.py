@@ -195,6 +195,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         moe_intermediate_size=1408, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.0,
         n_group=1, topk_group=1, use_qk_norm=False, max_position_embeddings=131072, rms_norm_eps=1e-5,
     ),
+    "OLMo 3 7B": llama(
+        4096, 32, 32, 32, 11008, 100278, architectures=["Olmo3ForCausalLM"], model_type="olmo3", sliding_window=4096,
+        attention_bias=False, max_position_embeddings=65536, rope_theta=500000,
+        rope_scaling={
+            "rope_type": "yarn", "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+            "factor": 8.0, "original_max_position_embeddings": 8192,
+        },
+    ),
+    "MiniMax M2": llama(
+        3072, 62, 48, 8, 1536, 200064, architectures=["MiniMaxM2ForCausalLM"], model_type="minimax_m2", head_dim=128,
+        num_local_experts=256, num_experts_per_tok=8, rotary_dim=64, scoring_func="sigmoid", use_qk_norm=True,
+        qk_norm_type="per_layer", use_routing_bias=True, max_position_embeddings=196608, rope_theta=5000000,
+    ),
     "Phi-3.5 mini": llama(
         3072, 32, 32, 32, 8192, 32064, **PHI3, sliding_window=262144, tie_word_embeddings=False,
     ),

@@ -11,7 +11,7 @@ from tests.models.tiny import CASES, PagedRun, make_tiny, random_tokens, referen
 
 # Of every family, one.
 HALVED = ["llama3-rope", "qwen2", "qwen3", "mistral-window", "gemma3", "gemma4", "lfm2", "granite4", "falcon-h1"]
-HALVED += ["qwen3.5", "llama4", "qwen3-moe", "phi3-longrope", "gpt-oss"]
+HALVED += ["qwen3.5", "llama4", "qwen3-moe", "phi3-longrope", "gpt-oss", "olmo3"]
 # Both dtypes err by the rounding of the same layers: by default float16 has a family of each kind of cache.
 HALVED_TWICE = {"llama3-rope", "gemma4", "llama4", "qwen3.5", "falcon-h1"}
 HALVES = [

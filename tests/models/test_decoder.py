@@ -117,6 +117,7 @@ def test_gates_are_stored_with_the_queries() -> None:
         {"rope": Rope(1e4, interleaved=True)},
         {"temperature": Temperature(8.0, 0.1)},
         {"qk_norm": RMSNorm(1e-6, learned=False)},
+        {"qk_norm": RMSNorm(1e-6), "joint_qk_norm": True},
     ],
     ids=str,
 )

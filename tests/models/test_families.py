@@ -140,6 +140,9 @@ def test_unknown_architecture_names_the_page_that_lists_the_known_ones() -> None
         ("hidden_act", {"architectures": ["GemmaForCausalLM"]}),
         ("use_bidirectional_attention", {"architectures": ["GemmaForCausalLM"], "use_bidirectional_attention": True}),
         ("rope_type", {"architectures": ["Glm4ForCausalLM"], "rope_scaling": {"rope_type": "longrope"}}),
+        ("qk_norm_type", {"architectures": ["MiniMaxM2ForCausalLM"], "qk_norm_type": "per_head"}),
+        ("layer_types", {"architectures": ["Olmo2ForCausalLM"], "layer_types": ["sliding_attention"] * 2}),
+        ("rope_type", {"architectures": ["Olmo3ForCausalLM"], "rope_parameters": {"rope_type": "yarn"}}),
         ("n_group", {"architectures": ["Glm4MoeForCausalLM"], "n_group": 2}),
     ],
 )

@@ -53,6 +53,8 @@ PUBLISHED = {
     "Seed-OSS 36B": 36.2,
     "Ministral 3 8B": 8.5,
     "GLM-4.5 Air": 106.8,
+    "OLMo 3 7B": 7.3,
+    "MiniMax M2": 228.7,
     "Phi-3.5 mini": 3.82,
     "Phi-4 mini": 3.84,
     "gpt-oss 20B": 20.9,

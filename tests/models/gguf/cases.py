@@ -54,6 +54,10 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
     "glm4": {},
     "glm4-moe": {},
     "glm4-moe-options": {"norm_topk_prob": True},
+    "olmo2": {},
+    "olmo3": {},
+    "olmo3-options": {},
+    "minimax-m2": {},
     "phi3": {},
     "phi3-longrope": {
         "rope_parameters": {

@@ -230,6 +230,7 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.MISTRAL3: _pair_rows,
     MODEL_ARCH.SMOLLM3: _pair_rows,
     MODEL_ARCH.GEMMA: _add_one,
+    MODEL_ARCH.MINIMAXM2: _name_choice_biases,
     MODEL_ARCH.GLM4_MOE: _name_choice_biases,
     MODEL_ARCH.LLAMA4: _divide_experts,
     MODEL_ARCH.GPT_OSS: _gpt_oss,

@@ -32,6 +32,9 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "GemmaForCausalLM": lambda _: MODEL_ARCH.GEMMA,
     "Glm4ForCausalLM": lambda _: MODEL_ARCH.GLM4,
     "Glm4MoeForCausalLM": lambda _: MODEL_ARCH.GLM4_MOE,
+    "Olmo2ForCausalLM": lambda _: MODEL_ARCH.OLMO2,
+    "Olmo3ForCausalLM": lambda _: MODEL_ARCH.OLMO2,
+    "MiniMaxM2ForCausalLM": lambda _: MODEL_ARCH.MINIMAXM2,
     "MixtralForCausalLM": lambda _: MODEL_ARCH.LLAMA,
     "Llama4ForCausalLM": lambda _: MODEL_ARCH.LLAMA4,
     "Qwen2ForCausalLM": lambda _: MODEL_ARCH.QWEN2,
@@ -153,6 +156,18 @@ def _llama4(writer: GGUFWriter, config: Config) -> None:
     writer.add_expert_feed_forward_length(config["intermediate_size"])
     writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     writer.add_rope_dimension_count(config["head_dim"])
+
+
+def _olmo2(writer: GGUFWriter, config: Config) -> None:
+    if "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([kind == WINDOWED for kind in config["layer_types"]])
+
+
+def _minimax_m2(writer: GGUFWriter, config: Config) -> None:
+    _glm4(writer, config)
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
 
 def _glm4(writer: GGUFWriter, config: Config) -> None:
@@ -297,6 +312,8 @@ FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.MISTRAL3: _ministral3,
     MODEL_ARCH.LLAMA4: _llama4,
     MODEL_ARCH.SMOLLM3: _llama,
+    MODEL_ARCH.OLMO2: _olmo2,
+    MODEL_ARCH.MINIMAXM2: _minimax_m2,
     MODEL_ARCH.GLM4: _glm4,
     MODEL_ARCH.GLM4_MOE: _glm4_moe,
     MODEL_ARCH.GPT_OSS: _gpt_oss,

@@ -22,8 +22,10 @@ from quire.models.families.hf_config import HFConfig
 from quire.models.families.lfm2 import lfm2, lfm2_moe
 from quire.models.families.llama import llama
 from quire.models.families.llama4 import llama4, llama4_of_text_and_images
+from quire.models.families.minimax_m2 import minimax_m2
 from quire.models.families.mistral import ministral3, mistral, mistral3_of_text_and_images
 from quire.models.families.mixtral import mixtral
+from quire.models.families.olmo2 import olmo2, olmo3
 from quire.models.families.phi3 import phi3
 from quire.models.families.qwen2 import qwen2
 from quire.models.families.qwen3 import qwen3
@@ -57,10 +59,13 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Llama4ForCausalLM": llama4,
     "Llama4ForConditionalGeneration": llama4_of_text_and_images,
     "LlamaForCausalLM": llama,
+    "MiniMaxM2ForCausalLM": minimax_m2,
     "Ministral3ForCausalLM": ministral3,
     "Mistral3ForConditionalGeneration": mistral3_of_text_and_images,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
     "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,

@@ -28,7 +28,7 @@ def glm4_moe(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
         # Llama's field is for all four projections, here it is for three.
         config.changed({"attention_bias": None}),
         qkv_bias=config.flag("attention_bias", False),
-        qk_norm=config.flag("use_qk_norm", False),
+        qk_norm="heads" if config.flag("use_qk_norm", False) else None,
         rope=rope,
     )
     is_normed, width = config.flag("norm_topk_prob", True), config.integer("moe_intermediate_size", 1408)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from quire.errors import CheckpointError
 from quire.models.families.hf_config import (
@@ -35,7 +36,7 @@ def read_llama_layout(
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: Literal["heads", "joint"] | None = None,
     head_dim: int | None = None,
     windows: Sequence[int | None] | None = None,
     rope: Rope | None = None,
@@ -51,7 +52,8 @@ def read_llama_layout(
     config.require("final_logit_softcapping", None)
     attention = replace(
         read_attention(config, read_rope(config) if rope is None else rope, head_dim),
-        qk_norm=norm if qk_norm else None,
+        qk_norm=None if qk_norm is None else norm,
+        joint_qk_norm=qk_norm == "joint",
         qkv_bias=qkv_bias,
         output_bias=output_bias,
     )

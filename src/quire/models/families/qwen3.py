@@ -15,7 +15,7 @@ def qwen3(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
         config,
         qkv_bias=has_bias,
         output_bias=has_bias,
-        qk_norm=True,
+        qk_norm="heads",
         head_dim=128,
         windows=read_qwen_windows(config),
     )

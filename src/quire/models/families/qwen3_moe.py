@@ -20,5 +20,5 @@ def qwen3_moe(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     )
     dense, step = config.indices("mlp_only_layers"), config.integer("decoder_sparse_step", 1)
     layers = [idx for idx in range(step - 1, config.integer("num_hidden_layers"), step) if idx not in dense]
-    read = read_llama_layout(config, qkv_bias=has_bias, output_bias=has_bias, qk_norm=True)
+    read = read_llama_layout(config, qkv_bias=has_bias, output_bias=has_bias, qk_norm="heads")
     return with_experts(read, experts, layers, "mlp")

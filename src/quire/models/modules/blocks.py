@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.models.modules.norms import scale_slot, unit_scale
+from quire.models.modules.norms import JointNorms, scale_slot, unit_scale
 from quire.models.modules.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.modules.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
@@ -128,7 +128,13 @@ class AttentionBlock:
         if attention.sinks:
             self.slots["sinks.weight"] = WeightSlot((num_heads,), self._fill_sinks, dtype=torch.float32)
         self._norms: HeadNorms | None = None
-        if attention.qk_norm is not None:
+        self._joint_norms: JointNorms | None = None
+        if attention.qk_norm is not None and attention.joint_qk_norm:
+            order = turning_order(attention.rope, head_dim)
+            heads = num_heads, num_kv_heads, head_dim
+            self._joint_norms = JointNorms(attention.qk_norm, heads, order, ops, dtype, device, addition.ranks)
+            self.slots |= self._joint_norms.slots
+        elif attention.qk_norm is not None:
             norm, num_normed = attention.qk_norm, num_heads + num_kv_heads * (2 if attention.value_norm else 1)
             scales = unit_scale(norm, (num_normed, head_dim), dtype, device)
             self._norms = HeadNorms(scales, norm.eps)
@@ -145,7 +151,7 @@ class AttentionBlock:
     def packed(self) -> PackedAttention | None:
         """Weights for the fused kernels; None if the block has parts that they lack."""
         output, gate = self._output.plain, None if self._gate is None else self._gate.run
-        if output is None:
+        if output is None or self._joint_norms is not None:
             return None
         scores = self._score_scale, self._sinks, gate, self._soft_cap
         return PackedAttention(self._qkv.run, output, self._norms, self._num_heads, *scores)
@@ -155,7 +161,10 @@ class AttentionBlock:
     ) -> Tensor:
         """Add the attention of `x` [T, E] over the rows' sequences to `residual`; keys and values are stored."""
         rotation, step, query_scales = inputs
-        q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
+        qkv = self._qkv.run(x)
+        if self._joint_norms is not None:
+            self._joint_norms(qkv)
+        q = step.prepare(self._layer_idx, qkv, self._norms, rotation)
         if selected is not None:
             if not len(residual):
                 return residual
@@ -189,6 +198,7 @@ class SharedAttentionBlock:
         assert attention.temperature is None, "nor a temperature"
         assert not attention.sinks, "nor sinks"
         assert attention.soft_cap is None, "nor a soft cap of scores"
+        assert not attention.joint_qk_norm, "nor norms of all heads"
         num_heads, head_dim = attention.num_heads, attention.head_dim
         self._score_scale = _score_scale(attention)
         self._layer_idx = layer_idx

@@ -93,7 +93,7 @@ class LayerStack:
         steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
         inputs = [make_input(kind, steps, rotations, scales) for kind in self._inputs]
         for idx, (mixer_norm, mixers, ffn_norm, ffn, gate, scale) in enumerate(self._layers):
-            normed = mixer_norm(x)
+            normed = x if mixer_norm is None else mixer_norm(x)
             if output_rows is None or idx != self._last_cached_layer:
                 for mixer, input_idx in mixers:
                     x = mixer(normed, x, inputs[input_idx])
@@ -104,7 +104,7 @@ class LayerStack:
                 if not len(x):
                     return x
                 inputs = tail
-            x = ffn(ffn_norm(x), x)
+            x = ffn(x if ffn_norm is None else ffn_norm(x), x)
             if gate is not None and per_layer is not None:
                 x = gate(x, per_layer[:, idx])
             if scale is not None:

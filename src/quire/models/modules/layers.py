@@ -56,17 +56,17 @@ class Layer(NamedTuple):
     """A layer with its weights.
 
     Args:
-        mixer_norm: norm before the mixer.
+        mixer_norm: norm before the mixer, or None.
         mixers: parts of the mixer, each with the index of its kind of inputs.
-        ffn_norm: norm before the feed-forward part.
+        ffn_norm: norm before the feed-forward part, or None.
         ffn: feed-forward part.
         gate: addition of the layer's own inputs, if it has any.
         scale: factor of the layer's result, if it has one.
     """
 
-    mixer_norm: Norm
+    mixer_norm: Norm | None
     mixers: list[tuple[MixerBlock, int]]
-    ffn_norm: Norm
+    ffn_norm: Norm | None
     ffn: GatedMLPBlock | ExpertsBlock | MLPBesideExpertsBlock
     gate: PerLayerGate | None
     scale: LearnedScale | None
@@ -99,10 +99,12 @@ def make_layer(
         for part, (_, layer_idx), addition in zip(layer.parts, cache_positions, mixer_additions, strict=True)
     ]
     input_idxs = [inputs.index(input_kind(*part)) for part in zip(layer.parts, cache_positions, strict=True)]
-    mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
+    mixer_norm, ffn_norm = (None if layer.norm is None else new_norm(layer.norm) for _ in range(2))
     ffn = make_ffn(layer.ffn, spec.width, additions[1], ops, new_norm)
     mixer_slots = {name: mixer.slots for name, mixer in zip(names, mixers, strict=True)}
-    slots = nested(mixer_norm=mixer_norm.slots, **mixer_slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
+    slots = nested(**mixer_slots, ffn=ffn.slots)
+    if mixer_norm is not None and ffn_norm is not None:
+        slots |= nested(mixer_norm=mixer_norm.slots, ffn_norm=ffn_norm.slots)
     gate = scale = None
     if spec.per_layer_inputs is not None:
         gate = PerLayerGate(spec.per_layer_inputs, spec.width, new_norm(spec.per_layer_inputs.norm), ops)
@@ -147,7 +149,16 @@ def packed_layers(
         mixer_norm, ((block, input_idx), *others), ffn_norm, ffn_block, gate, scale = layer
         _, rope_key, temperature = inputs[input_idx]
         mixer, ffn = block.packed, ffn_block.packed
-        if mixer is None or ffn is None or others or gate or scale or temperature is not None:
+        if (
+            mixer_norm is None
+            or ffn_norm is None
+            or mixer is None
+            or ffn is None
+            or others
+            or gate
+            or scale
+            or temperature is not None
+        ):
             return None
         rotation_idx = 0 if rope_key is None else rotations.index(rope_key)
         norms = mixer_norm.row_norm, ffn_norm.row_norm

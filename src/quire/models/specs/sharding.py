@@ -291,6 +291,9 @@ class _Cut:
             split = self._with_groups([stored], attention.num_kv_heads, [attention.head_dim] * 2)
             yield "qkv.weight", split
             yield "qkv.bias", split
+        if attention.joint_qk_norm:
+            yield "q_norm.weight", self._rows([queries])
+            yield "k_norm.weight", self._with_groups([], attention.num_kv_heads, [attention.head_dim])
         yield from self._by_columns("output", queries).items()
         yield "sinks.weight", self._rows([attention.num_heads])
 

@@ -48,6 +48,7 @@ class Attention:
         temperature: factor of queries after norm and rotation; None for none.
         sinks: whether each query head has a learned sink: one more score in its softmax, without a value.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax; None leaves them.
+        joint_qk_norm: `qk_norm` divides all query heads of a token by one number, and all key heads by another.
     """
 
     num_heads: int
@@ -66,6 +67,7 @@ class Attention:
     temperature: Temperature | None = None
     sinks: bool = False
     soft_cap: float | None = None
+    joint_qk_norm: bool = False
 
     def for_context(self, length: int) -> Attention:
         """Return the layer for contexts of at most `length` tokens; see `LongRopeScaling`."""
@@ -207,14 +209,14 @@ class LayerSpec:
     """One layer: `x += mixer_scale * post_norm(mixer(norm(x)))`, then the same with the FFN.
 
     Args:
-        norm: norm before the mixer, and before the FFN.
+        norm: norm before the mixer, and before the FFN; None for none.
         mixer, ffn: the two halves.
         post_norm: norm of the mixer's output, and of the FFN's; None for none, as with mixers in parallel.
         mixer_scale, ffn_scale: factors of these outputs before they are added.
         learned_scale: whether `x` is multiplied by a learned number at the end.
     """
 
-    norm: RMSNorm
+    norm: RMSNorm | None
     mixer: Mixer | Parallel
     ffn: FFN
     post_norm: RMSNorm | None = None

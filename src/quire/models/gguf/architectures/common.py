@@ -58,6 +58,8 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "rope.scaling.yarn_log_multiplier": (0,),
     "use_parallel_residual": (False,),
 }
+# Number of the sigmoid among the functions of scores.
+SIGMOID: Final = 2
 # A file has the results of Llama 3's scaling and not its parameters. These are the known parameters: pairs of low and
 # high frequency factors, and the original context.
 LLAMA3_FACTORS: Final = ((1.0, 4.0), (1.0, 1.0))

@@ -9,13 +9,13 @@ from quire.models.gguf.architectures.common import (
     ENDS,
     LLAMA,
     NORMS,
+    SIGMOID,
     expert_names,
     has_tensor,
     read_common,
     read_experts,
     turned_fraction,
 )
-from quire.models.gguf.architectures.lfm2 import SIGMOID
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import Architecture, Config, Floats, Shapes
 

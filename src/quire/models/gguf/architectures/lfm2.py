@@ -7,7 +7,15 @@ from typing import Final
 
 from quire.models.families.hf_config import FULL
 from quire.models.families.lfm2 import CONV
-from quire.models.gguf.architectures.common import ATTENTION, ENDS, expert_names, has_tensor, read_common, read_experts
+from quire.models.gguf.architectures.common import (
+    ATTENTION,
+    ENDS,
+    SIGMOID,
+    expert_names,
+    has_tensor,
+    read_common,
+    read_experts,
+)
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import Architecture, Change, Config, Floats, Shapes
 
@@ -30,8 +38,6 @@ EXPERTS: Final = {
     "feed_forward.expert_bias": "exp_probs_b.bias",
     **expert_names("feed_forward.experts", ("w1", "w3", "w2")),
 }
-# Number of the sigmoid among the functions of scores.
-SIGMOID: Final = 2
 
 
 def _read(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:

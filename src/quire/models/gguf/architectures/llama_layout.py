@@ -1,19 +1,24 @@
-"""Architectures of Llama's layout: llama, mistral3, smollm3, seed_oss, qwen2, qwen3 and qwen3moe."""
+"""Architectures of Llama's layout: Llama, Mistral, SmolLM3, Seed-OSS, OLMo 2, MiniMax M2, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from quire.errors import UnsupportedModel
+from quire.models.families.hf_config import FULL, WINDOWED
 from quire.models.gguf.architectures.common import (
+    ATTENTION,
     ENDS,
     LLAMA,
+    MLP,
+    SIGMOID,
     expert_names,
     has_tensor,
     layers_with,
     paired_rows,
     read_common,
     read_dense,
+    turned_fraction,
     whole_layers,
 )
 from quire.models.gguf.architectures.metadata import Metadata
@@ -22,6 +27,13 @@ from quire.models.gguf.architectures.sources import Architecture, Config, Floats
 MIXTRAL: Final = {
     "block_sparse_moe.gate": "ffn_gate_inp",
     **expert_names("block_sparse_moe.experts", ("w1", "w3", "w2")),
+}
+MINIMAX_M2: Final = {**MIXTRAL, "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias"}
+OLMO2: Final = {
+    **ATTENTION,
+    **MLP,
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 QWEN3_MOE: Final = {"mlp.gate": "ffn_gate_inp", **expert_names("mlp.experts")}
 
@@ -75,6 +87,35 @@ def _seed_oss(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Conf
     return read_dense(metadata, shapes, "SeedOssForCausalLM", floats) | biases
 
 
+def _olmo2(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    """Read OLMo 2, or OLMo 3, which has windows."""
+    config = read_dense(metadata, shapes, "Olmo2ForCausalLM", floats) | _biases(shapes)
+    window = metadata.integer("attention.sliding_window", 0, least=0)
+    if not window:
+        return config
+    rope = config["rope_parameters"]
+    window_rope = {"rope_theta": metadata.number("rope.freq_base_swa", rope["rope_theta"])}
+    return config | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "layer_types": [WINDOWED if has_window else FULL for has_window in metadata.window_pattern(4)],
+        "rope_parameters": {FULL: rope, WINDOWED: window_rope},
+        "sliding_window": window,
+    }
+
+
+def _minimax_m2(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    reads = ("expert_count", "expert_gating_func")
+    config = read_common(metadata, shapes, "MiniMaxM2ForCausalLM", floats, reads=reads)
+    metadata.require("expert_gating_func", SIGMOID)
+    rope = {"partial_rotary_factor": turned_fraction(metadata, config["head_dim"])}
+    return config | {
+        "rope_parameters": config["rope_parameters"] | rope,
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+    }
+
+
 def _biases(shapes: Shapes) -> Config:
     return {"attention_bias": has_tensor(shapes, "attn_q.bias"), "mlp_bias": has_tensor(shapes, "ffn_up.bias")}
 
@@ -112,6 +153,8 @@ LLAMA_LAYOUT: Final[dict[str, Architecture]] = {
     "mistral3": Architecture(_mistral3, LLAMA, ENDS, paired_rows),
     "smollm3": Architecture(_smollm3, LLAMA, ENDS, paired_rows),
     "seed_oss": Architecture(_seed_oss, LLAMA | {"post_attention_layernorm": "post_attention_norm"}, ENDS),
+    "olmo2": Architecture(_olmo2, OLMO2, ENDS),
+    "minimax-m2": Architecture(_minimax_m2, LLAMA | MINIMAX_M2, ENDS),
     "qwen2": Architecture(_qwen2, LLAMA, ENDS),
     "qwen3": Architecture(_qwen3, LLAMA, ENDS),
     "qwen3moe": Architecture(_qwen3_moe, LLAMA | QWEN3_MOE, ENDS),
