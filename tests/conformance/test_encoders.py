@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,18 +80,52 @@ def test_embeddings_alone_and_batched(made: Made) -> None:
             assert 2 < llm.engine.num_steps < len(LENGTHS)
 
 
-@pytest.mark.parametrize("mode", ["mean_tokens", "lasttoken", "cls_token"])
+# Poolings of hidden states [T, E], by their names in a checkpoint.
+POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cls_token": lambda hidden: hidden[0],
+    "lasttoken": lambda hidden: hidden[-1],
+    "max_tokens": lambda hidden: hidden.max(0).values,
+    "mean_sqrt_len_tokens": lambda hidden: hidden.sum(0) / len(hidden) ** 0.5,
+    "mean_tokens": lambda hidden: hidden.mean(0),
+    "weightedmean_tokens": lambda hidden: weighted_mean(hidden, 0),
+}
+
+
+def weighted_mean(hidden: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the mean of rows from `first` on, each weighted by its position in the text, from 1 on."""
+    weights = torch.arange(first + 1, len(hidden) + 1, dtype=torch.float64)
+    return (weights @ hidden[first:].double() / weights.sum()).float()
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
 def test_the_stated_pooling(made: Made, mode: str) -> None:
     prompts = [token_ids(length) for length in LENGTHS]
     encoders.state_pooling(made.folder, f"pooling_mode_{mode}")
-    hidden = [states(made.model, prompt) for prompt in prompts]
-    wanted = [each.mean(0) if mode == "mean_tokens" else each[-1 if mode == "lasttoken" else 0] for each in hidden]
+    wanted = [POOLINGS[mode](states(made.model, prompt)) for prompt in prompts]
     with load(made.folder) as llm:
         agree(llm, prompts, wanted)
         (unit,) = llm.embed(prompts[0], use_tqdm=False)
         (short,) = llm.embed(prompts[0], PoolingParams(dimensions=7), use_tqdm=False)
     for output, vector in ((unit, wanted[0]), (short, wanted[0][:7])):
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), vector / vector.norm(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [*POOLINGS])
+def test_prompts_that_are_not_pooled(made: Made, mode: str) -> None:
+    """Their tokens, and the first special token, are seen by the text and left out of the pooling."""
+    encoders.state_pooling(
+        made.folder, f"pooling_mode_{mode}", prompts={"query": "the small "}, default_prompt_name="query"
+    )
+    encoders.leave_prompts_out(made.folder)
+    with load(made.folder) as llm:
+        outputs = llm.embed(TEXTS, RAW, use_tqdm=False)
+        given = llm.embed([[1, 5, 6, 2]], RAW, use_tqdm=False)[0]
+        cut = llm.embed(TEXTS[0], PoolingParams(normalize=False, truncate_prompt_tokens=3), use_tqdm=False)[0]
+    for output, first in (*((each, 3) for each in outputs), (given, 0), (cut, 2)):
+        hidden = states(made.model, output.prompt_token_ids)
+        pool = POOLINGS[mode]
+        wanted = weighted_mean(hidden, first) if mode == "weightedmean_tokens" else pool(hidden[first:])
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_bfloat16(made: Made) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,7 @@ from quire.engine.inputs.prompts import Prompt
 from quire.engine.inputs.request_options import RequestOptions
 from quire.engine.outputs.outputs import RequestOutput
 from quire.memory import check
-from quire.sequences.pooling import NO_SAMPLING, Pooling
+from quire.sequences.pooling import NO_SAMPLING, OF_ALL_ROWS, Pooling
 from tests.conformance.conftest import Reference
 from tests.conformance.test_histories import load, longest_hit
 
@@ -114,20 +115,36 @@ def test_embeddings_are_normalised_and_cut(core_reference: Reference, expected: 
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), wanted, rtol=2e-4, atol=2e-4)
 
 
+def pooled(hidden: torch.Tensor, kind: str, first: int) -> torch.Tensor:
+    """Return the pooled state of hidden states [T, E] without the first rows."""
+    rows, weights = hidden[first:].double(), torch.arange(first + 1, len(hidden) + 1).double()
+    by_kind = {
+        "max": rows.amax(0),
+        "mean": rows.mean(0),
+        "mean_sqrt_len_tokens": rows.sum(0) / math.sqrt(len(rows)),
+        "weightedmean": (weights[:, None] * rows).sum(0) / weights.sum(),
+    }
+    return by_kind[kind].float()
+
+
 @pytest.mark.parametrize("swap_space", [0, 1 << 24])
-def test_means_in_chunks_and_after_preemptions(core_reference: Reference, swap_space: int) -> None:
-    """The mean of all hidden states: no prefix is reused for it, and each token counts once in any history."""
+def test_poolings_in_chunks_and_after_preemptions(core_reference: Reference, swap_space: int) -> None:
+    """Poolings of all hidden states: no prefix is reused for them, and each token counts once in any history."""
     model = transformers.AutoModel.from_pretrained(core_reference.folder, dtype=torch.float32).eval()
     prompts = [*core_reference.prompts, core_reference.prompts[-1]]
+    kinds = sorted(OF_ALL_ROWS) * 2
+    firsts = [min(5, len(prompt) - 1) if idx % 2 else 0 for idx, prompt in enumerate(prompts)]
     with torch.inference_mode():
-        wanted = [model(torch.tensor([prompt])).last_hidden_state[0].mean(0) for prompt in prompts]
+        hidden = [model(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
+    wanted = [pooled(*each) for each in zip(hidden, kinds, firsts, strict=True)]
     mode = "swap" if swap_space else "recompute"
     options: dict[str, Any] = {"swap_space": swap_space, "preemption_mode": mode, "scheduling_policy": "priority"}
     llm = load(core_reference, max_num_batched_tokens=4, max_num_seqs=1, **options)
     engine, found, late = llm.engine, {}, prompts[-2:]
     for idx, prompt in enumerate(prompts):
-        prepared = engine.requests.prepare_pooled(prompt, Pooling(kind="mean"))
-        engine.add_request(f"mean-{idx}", prepared, NO_SAMPLING, RequestOptions(priority=1))
+        prepared = engine.requests.prepare_pooled(prompt, Pooling(kind=kinds[idx]))
+        prepared = prepared._replace(pooling=Pooling(kind=kinds[idx], first=firsts[idx]))
+        engine.add_request(f"pool-{idx}", prepared, NO_SAMPLING, RequestOptions(priority=1))
     while engine.has_unfinished:
         if late and any(each.num_computed > 4 and each.request.pooling for each in engine.scheduler.running):
             engine.add_request(f"text-{len(late)}", late.pop(), SamplingParams(temperature=0.0, max_tokens=2))
@@ -137,6 +154,6 @@ def test_means_in_chunks_and_after_preemptions(core_reference: Reference, swap_s
                 found[output.request_id] = output.pooled
     assert engine.scheduler.stats.num_preemptions == 2
     for idx, each in enumerate(wanted):
-        torch.testing.assert_close(torch.tensor(found[f"mean-{idx}"]), each, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(torch.tensor(found[f"pool-{idx}"]), each, rtol=2e-4, atol=2e-4)
     check(engine.scheduler.memory)
     assert llm.usage().used == 0

@@ -134,6 +134,46 @@ def test_prompts_of_the_checkpoint(llm: LLM, copied: Path) -> None:
         assert given.prompt_token_ids == plain.prompt_token_ids
 
 
+@pytest.mark.parametrize(
+    ("prompts", "default", "query", "document"),
+    [
+        ({"query": "the ", "document": "a ", "passage": "sea "}, "passage", "the ", "a "),
+        ({"passage": "sea ", "corpus": "a "}, None, "", "sea "),
+        # A prompt for one role only, which may be the default too, is not for the other.
+        ({"query": "the "}, "query", "the ", ""),
+        ({"sts": "the ", "sort": "a "}, "sts", "the ", "the "),
+        ({"sts": "the ", "sort": "a "}, None, "", ""),
+    ],
+)
+def test_scores_have_prompts_of_queries_and_documents(
+    copied: Path, prompts: dict[str, str], default: str | None, query: str, document: str
+) -> None:
+    encoders.state_pooling(copied, "pooling_mode_mean_tokens", prompts=prompts, default_prompt_name=default)
+    name = next(iter(prompts))
+    with load(copied) as llm:
+        found = llm.score(TEXT, ["the sea", "kites"], use_tqdm=False)
+        (named,) = llm.score(TEXT, "kites", query_prompt_name=name, document_prompt_name=name, use_tqdm=False)
+    encoders.state_pooling(copied, "pooling_mode_mean_tokens")
+    with load(copied) as llm:
+        wanted = llm.score(query + TEXT, [document + "the sea", document + "kites"], use_tqdm=False)
+        (plain,) = llm.score(prompts[name] + TEXT, prompts[name] + "kites", use_tqdm=False)
+    assert [each.outputs.score for each in found] == [each.outputs.score for each in wanted]
+    assert [each.prompt_token_ids for each in found] == [each.prompt_token_ids for each in wanted]
+    assert named.outputs == plain.outputs
+
+
+def test_a_cross_encoder_has_a_prompt_for_the_query(tmp_path: Path) -> None:
+    encoders.save(tmp_path, "bert", "ForSequenceClassification", num_labels=1)
+    encoders.state_prompts(tmp_path, prompts={"query": "the ", "rank": "a "}, default_prompt_name="rank")
+    with load(tmp_path) as llm:
+        (found,) = llm.score(TEXT, "the sea", use_tqdm=False)
+        (named,) = llm.score(TEXT, "the sea", query_prompt_name="query", use_tqdm=False)
+    encoders.state_prompts(tmp_path)
+    with load(tmp_path) as llm:
+        for output, prompt in ((found, "a "), (named, "the ")):
+            assert llm.score(prompt + TEXT, "the sea", use_tqdm=False)[0].outputs == output.outputs
+
+
 @pytest.mark.parametrize("name", ["cosine", "dot", "euclidean", "manhattan"])
 def test_scores_are_the_stated_similarity(copied: Path, name: str) -> None:
     encoders.state_pooling(copied, "pooling_mode_mean_tokens", normalize=False, similarity_fn_name=name)
@@ -155,7 +195,6 @@ def test_scores_are_the_stated_similarity(copied: Path, name: str) -> None:
     ("file", "fields", "words"),
     [
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, r"pooling 'mean_tokens\+max_tokens'"),
-        ("1_Pooling/config.json", {"include_prompt": False}, "pools texts without their prompts"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
     ],
 )
@@ -205,7 +244,7 @@ def test_damaged_configurations_are_refused(copied: Path, fields: dict[str, Any]
         ({"id2label": {"0": "a", "2": "b"}}, "id2label must name the classes 0, 1, ..."),
         ({"id2label": {"0": "a", "1": 5}}, "id2label.1 must be a string"),
         ({"sbert_ce_default_activation_function": "torch.nn.Softplus"}, "only Sigmoid and Identity"),
-        ({"id2label": {str(idx): "a" for idx in range(9)}}, "head.output"),
+        ({"id2label": {str(idx): "a" for idx in range(9)}}, "classifier.output"),
     ],
 )
 def test_damaged_heads_are_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:

@@ -119,9 +119,11 @@ def test_the_checkpoint_states_whether_embeddings_are_normalised(tmp_path: Path)
 @pytest.mark.parametrize(
     ("modules", "pooling", "words"),
     [
-        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "states the pooling 'max_tokens'"),
+        (["Transformer", "Pooling"], {"pooling_mode": ["max", "mean"]}, r"states the pooling 'max\+mean'"),
         (["Transformer", "Pooling"], {"pooling_mode": "cls"}, "states the pooling 'cls'"),
-        (["Transformer", "Pooling", "Dense"], {"pooling_mode": "lasttoken"}, "modules.json has a module 'Dense'"),
+        (["Transformer", "Pooling", "Dense"], {"pooling_mode": "lasttoken"}, "2_Dense/config.json, which is mis"),
+        (["Transformer", "Pooling", "LayerNorm"], {"pooling_mode": "max"}, "modules.json has a module 'LayerNorm'"),
+        (["Transformer", "Normalize", "Pooling"], {"pooling_mode": "max"}, "modules in an order that is not implement"),
     ],
 )
 def test_other_poolings_are_refused_and_texts_are_not(
@@ -147,7 +149,7 @@ def test_damaged_files_of_the_pooling_are_named(tmp_path: Path) -> None:
     ):
         llm.embed(TEXT, use_tqdm=False)
     (folder / "modules.json").write_text('[{"type": "a.Pooling", "path": "../x"}]')
-    with pytest.raises(CheckpointError, match=r"must name a folder for its pooling, got '\.\./x'"):
+    with pytest.raises(CheckpointError, match=r"must name a folder for each module, got '\.\./x'"):
         load(model=str(folder))
 
 

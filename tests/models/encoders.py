@@ -85,4 +85,15 @@ def state_pooling(folder: Path, mode: str, *, normalize: bool = True, **more: An
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({mode: True}))
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(more))
+    state_prompts(folder, **more)
+
+
+def state_prompts(folder: Path, **fields: Any) -> None:
+    """Write the fields of `config_sentence_transformers.json`."""
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(fields))
+
+
+def leave_prompts_out(folder: Path) -> None:
+    """Change the stated pooling: the tokens of prompts are not pooled."""
+    path = folder / "1_Pooling" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "include_prompt": False}))

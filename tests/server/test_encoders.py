@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, (head, num_labels) in CHECKPOINTS.items():
         made[name] = tmp_path_factory.mktemp(name)
         encoders.save(made[name], "bert", head, **({} if num_labels is None else {"num_labels": num_labels}))
-    encoders.state_pooling(made["embeds"], "pooling_mode_mean_tokens", prompts={"query": "the "})
+    encoders.state_pooling(made["embeds"], "pooling_mode_mean_tokens", prompts={"query": "the ", "plain": ""})
     return made
 
 
@@ -125,9 +125,25 @@ def test_prompts_and_packed_embeddings(http: Callable[[str], TestClient], expect
     body = {"input": "small fox slept", "prompt_name": "query", "encoding_format": "base64"}
     (data,) = client.post("/v1/embeddings", json=body).json()["data"]
     assert struct.unpack("<32f", base64.b64decode(data["embedding"])) == near(expected[1])
+    for kind, text in (("query", "small fox slept"), ("search_query", "small fox slept"), ("passage", TEXTS[1])):
+        (data,) = client.post("/v1/embeddings", json={"input": text, "input_type": kind}).json()["data"]
+        assert data["embedding"] == near(expected[1])
+
+
+def test_prompts_of_queries_and_documents(http: Callable[[str], TestClient]) -> None:
+    """A query has the prompt "query" by default; documents have none, since the checkpoint names none for them."""
+    client = http("embeds")
+    first = {"index": 1, "document": {"text": TEXTS[1]}, "relevance_score": near(1.0)}
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        answer = client.post(path, json={"query": TEXTS[0], "documents": TEXTS}).json()["results"]
-        assert answer[0] == {"index": 0, "document": {"text": TEXTS[0]}, "relevance_score": near(1.0)}
+        for body in ({"query": "small fox slept"}, {"query": TEXTS[1], "query_prompt_name": "plain"}):
+            answer = client.post(path, json={**body, "documents": TEXTS}).json()["results"]
+            assert answer[0] == first
+    body = {"text_1": "small fox slept", "text_2": "small fox slept", "document_prompt_name": "query"}
+    (data,) = client.post("/score", json=body).json()["data"]
+    assert data["score"] == near(1.0)
+    del body["document_prompt_name"]
+    (data,) = client.post("/score", json=body).json()["data"]
+    assert data["score"] < 1 - 2e-5
 
 
 def test_a_cross_encoder_ranks(http: Callable[[str], TestClient], folders: dict[str, Path]) -> None:
@@ -164,6 +180,36 @@ def test_classes(http: Callable[[str], TestClient], folders: dict[str, Path]) ->
         ("embeds", "/v1/embeddings", {"input": "kite " * 100}, "input", "102 tokens"),
         ("embeds", "/v1/embeddings", {"input": [60]}, "input", "token ids from 0 to 59"),
         ("embeds", "/v1/embeddings", {"input": []}, "input", "a string, a list"),
+        ("embeds", "/v1/embeddings", {"input": "a", "input_type": "sentence"}, "input_type", "one of query, search_"),
+        ("embeds", "/v1/embeddings", {"input": "a", "input_type": 5}, "input_type", "a string"),
+        (
+            "embeds",
+            "/v1/embeddings",
+            {"input": "a", "input_type": "query", "prompt_name": "query"},
+            "input_type",
+            "absent where prompt_name",
+        ),
+        (
+            "embeds",
+            "/rerank",
+            {"query": "a", "documents": ["b"], "query_prompt_name": "other"},
+            "query_prompt_name",
+            "one of 'query', 'plain'",
+        ),
+        (
+            "scores",
+            "/score",
+            {"text_1": "a", "text_2": "b", "query_prompt_name": "query"},
+            "query_prompt_name",
+            "the model has no prompts",
+        ),
+        (
+            "scores",
+            "/score",
+            {"text_1": "a", "text_2": "b", "document_prompt_name": "query"},
+            "document_prompt_name",
+            "in one prompt",
+        ),
         ("embeds", "/classify", {"input": "a"}, "classify", "no head that classifies"),
         ("scores", "/v1/embeddings", {"input": "a"}, "embeddings", "makes no embeddings"),
         ("scores", "/score", {"text_1": "a", "text_2": "kite " * 100}, "text_2", "tokens"),

@@ -27,7 +27,7 @@ from quire.errors import InvalidParameter, RequestError
 from quire.models.checkpoints.pooling_config import PoolingConfig
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
-from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams
+from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams, PromptedText
 
 
 class PooledLLM(ABC):
@@ -98,7 +98,7 @@ class PooledLLM(ABC):
                 output.prompt_token_ids,
                 output.num_cached_tokens,
             )
-            for output in self._pool(inputs, Pooling(kind=self.pooling.kind), params.truncate_prompt_tokens, options)
+            for output in self._pool(inputs, self.pooling.pooling, params.truncate_prompt_tokens, options)
         ]
 
     def score(
@@ -107,6 +107,8 @@ class PooledLLM(ABC):
         documents: str | Sequence[str],
         *,
         instruction: str | None = None,
+        query_prompt_name: str | None = None,
+        document_prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
         use_activation: bool | None = None,
         use_tqdm: bool = True,
@@ -124,6 +126,9 @@ class PooledLLM(ABC):
             queries: one text, or one for each document.
             documents: texts.
             instruction: task of a reranker; None for web search.
+            query_prompt_name, document_prompt_name: names of the checkpoint's prompts that are put in front of queries
+                and of documents; None takes the prompts named "query" and "document" ("passage", "corpus"), or its
+                default without any of these. A cross-encoder has a prompt for the query alone.
             truncate_prompt_tokens: see `PoolingParams`; of a pair, the longer text is cut first.
             use_activation: False for the logit of a cross-encoder; None or True for its score.
             use_tqdm, cache_salt, tenant, lora_request: see `embed`.
@@ -135,7 +140,10 @@ class PooledLLM(ABC):
             RequestError, WorkerError: see `embed`.
         """
         first, second = ([texts] if isinstance(texts, str) else texts for texts in (queries, documents))
-        job = make_score_job(self.pooling, first, second, instruction, use_activation=use_activation)
+        prompt_names = query_prompt_name, document_prompt_name
+        job = make_score_job(
+            self.pooling, first, second, instruction, use_activation=use_activation, prompt_names=prompt_names
+        )
         limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         options["lora_request"] = lora_request
@@ -189,7 +197,7 @@ class PooledLLM(ABC):
 
     def _pool(
         self,
-        prompts: Sequence[Prompt | TextPair],
+        prompts: Sequence[Prompt | TextPair | PromptedText],
         pooling: Pooling,
         truncate_prompt_tokens: int | None,
         options: dict[str, Any],

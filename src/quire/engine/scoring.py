@@ -11,10 +11,12 @@ from quire.engine.inputs.prompts import TextPair
 from quire.engine.outputs.pooled_outputs import embedding_of
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.models.checkpoints.pooling_config import PoolingConfig
-from quire.models.specs.encoder_spec import ClassifierHead
-from quire.sequences.pooling import Pooling, PoolingParams
+from quire.models.specs.pooled_spec import ClassifierHead
+from quire.sequences.pooling import Pooling, PoolingParams, PromptedText
 
 CLASSES = Pooling(kind="classify")
+# Fields with the names of a checkpoint's prompts.
+QUERY_PROMPT, DOCUMENT_PROMPT = "query_prompt_name", "document_prompt_name"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # The prompt on which Qwen3-Reranker was trained, which answers yes or no.
 _RERANKER_PROMPT = (
@@ -56,7 +58,7 @@ class ScoreJob(NamedTuple):
         to_scores: function from the results of the prompts to the scores.
     """
 
-    prompts: list[str | TextPair]
+    prompts: list[str | TextPair | PromptedText]
     pooling: Pooling
     pairs: list[tuple[int, int]]
     to_scores: Callable[[Sequence[float], Sequence[float]], float]
@@ -85,6 +87,7 @@ def make_score_job(
     instruction: str | None = None,
     names: tuple[str, str] = ("queries", "documents"),
     use_activation: bool | None = None,
+    prompt_names: tuple[str | None, str | None] = (None, None),
 ) -> ScoreJob:
     """Return the requests for the score of each document with the query at the same index, or the only query.
 
@@ -96,9 +99,10 @@ def make_score_job(
         instruction: task of a reranker; None for web search.
         names: names of the fields of both, for errors.
         use_activation: False for the logits of a classification head; None or True for its scores.
+        prompt_names: names of the checkpoint's prompts for queries and for documents; None for those of their roles.
 
     Raises:
-        InvalidParameter: another type, or numbers of texts that do not match.
+        InvalidParameter: another type, numbers of texts that do not match, or a prompt that the checkpoint lacks.
         UnsupportedFeature: an instruction for a model without one, a head of several classes, or a model whose
             embeddings are not supported.
     """
@@ -115,7 +119,12 @@ def make_score_job(
         raise InvalidParameter("instruction", instruction, "a string")
     places = [(0 if len(queries) == 1 else idx, idx) for idx in range(len(documents))]
     joint = [(idx, idx) for _, idx in places]
+    of_query, of_document = prompt_names
+    if of_document is not None and (config.classifier is not None or config.head is not None):
+        raise UnsupportedFeature(DOCUMENT_PROMPT, "the model reads query and document in one prompt")
     if config.classifier is not None:
+        if of_query is not None:
+            raise UnsupportedFeature(QUERY_PROMPT, "the model has a prompt of its own; see instruction")
         task = INSTRUCTION if instruction is None else instruction
         texts = [_RERANKER_PROMPT.format(task, queries[query], documents[idx]) for query, idx in places]
         return ScoreJob([*texts], Pooling(config.classifier), joint, lambda values, _: _probability_of_yes(values))
@@ -125,7 +134,8 @@ def make_score_job(
         head = config.head
         if len(head.labels) != 1:
             raise UnsupportedFeature("score", f"the model has {len(head.labels)} classes; a score needs one")
-        pairs = [TextPair(queries[query], documents[idx]) for query, idx in places]
+        firsts = config.with_prompt(queries, of_query, field=QUERY_PROMPT)
+        pairs = [TextPair(firsts[query], documents[idx]) for query, idx in places]
         return ScoreJob(
             [*pairs], CLASSES, joint, lambda values, _: class_scores(head, values, use_activation=use_activation)[0]
         )
@@ -136,7 +146,11 @@ def make_score_job(
     def compare(query: Sequence[float], document: Sequence[float]) -> float:
         return similarity(*(embedding_of(vector, None, normalize=normalize) for vector in (query, document)))
 
-    return ScoreJob([*queries, *documents], Pooling(kind=config.kind), embedded, compare)
+    prompted = [
+        *config.with_prompt(queries, of_query, role="query", field=QUERY_PROMPT),
+        *config.with_prompt(documents, of_document, role="document", field=DOCUMENT_PROMPT),
+    ]
+    return ScoreJob(prompted, config.pooling, embedded, compare)
 
 
 def class_scores(head: ClassifierHead, logits: Sequence[float], *, use_activation: bool | None = None) -> list[float]:

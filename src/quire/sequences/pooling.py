@@ -14,9 +14,14 @@ MAX_DIMENSIONS = 1 << 20
 NO_SAMPLING: Final = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
 
-# The rows of a prompt whose hidden states are pooled: the last one, the first one, or the mean of all; "classify" for
-# the input of a classification head, whose logits are the result.
-PoolingKind = Literal["last", "cls", "mean", "classify"]
+# The rows of a prompt whose hidden states are pooled: the last one, the first one, or all, as their mean, their sum
+# divided by the root of their number, their mean weighted by position (1, 2, ...), or their largest values; "classify"
+# for the input of a classification head, whose logits are the result.
+PoolingKind = Literal["last", "cls", "mean", "mean_sqrt_len_tokens", "weightedmean", "max", "classify"]
+# The part of a text in a search.
+Role = Literal["query", "document"]
+# Kinds that need the hidden states of all rows.
+OF_ALL_ROWS: Final[frozenset[PoolingKind]] = frozenset({"mean", "mean_sqrt_len_tokens", "weightedmean", "max"})
 
 
 class Pooling(NamedTuple):
@@ -28,11 +33,31 @@ class Pooling(NamedTuple):
         kind: see `PoolingKind`.
         second_start: position of the first token of the second text of a pair, for models with token types; None for
             one text.
+        first: number of leading tokens that are not pooled, those of a prompt; less than all. A result of the last row
+            does not depend on it.
     """
 
     token_ids: tuple[int, ...] = ()
     kind: PoolingKind = "last"
     second_start: int | None = None
+    first: int = 0
+
+    @property
+    def reads_all(self) -> bool:
+        """True if the result needs the hidden states of all rows of the prompt."""
+        return self.kind in OF_ALL_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class PromptedText:
+    """A text behind a prompt whose tokens are not pooled.
+
+    Args:
+        prompt, text: the two, which are tokenized as one.
+    """
+
+    prompt: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

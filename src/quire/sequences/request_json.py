@@ -54,8 +54,8 @@ def request_from_json(value: dict[str, Any]) -> Request:
     if value["has_processors"]:
         params = replace(params, logits_processors=(_stay_elsewhere,))
     if pooling is not None:
-        token_ids, kind, second_start = pooling
-        pooling = Pooling(tuple(token_ids), kind, second_start)
+        token_ids, *others = pooling
+        pooling = Pooling(tuple(token_ids), *others)
     return Request(
         **{name: value[name] for name in _PLAIN},
         params=params,

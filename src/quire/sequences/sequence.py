@@ -260,9 +260,9 @@ class Request:
         """Number of prompt tokens that a prefix hit may cover, None for all.
 
         A hit gives no logits. While prompt log probabilities are missing, it may cover only positions whose next token
-        has a known log probability. A mean needs the hidden states of all tokens.
+        has a known log probability. Some poolings need the hidden states of all tokens.
         """
-        if self.pooling is not None and self.pooling.kind == "mean":
+        if self.pooling is not None and self.pooling.reads_all:
             return 0
         if self.params.prompt_logprobs is None or self.num_known_prompt_logprobs >= self.num_prompt - 1:
             return None

@@ -108,6 +108,12 @@ class PromptReader(NamedTuple):
             raise InvalidParameter("prompt", pair.first, "at least one token long, with its pair")
         return TokenPrompt(self._check(token_ids), None), second_start
 
+    def num_leading(self, text: str, *, add_special_tokens: bool = True) -> int:
+        """Return the number of tokens of a text at the beginning of others, without a special token at its end."""
+        token_ids = self._encode(text, add_special_tokens=add_special_tokens)
+        ends = self.tokenizer is not None and token_ids and token_ids[-1] in self.tokenizer.special_ids
+        return len(token_ids) - bool(ends)
+
     def _kept_tokens(self, truncate_prompt_tokens: int) -> int:
         """Return the number of tokens that `truncate_prompt_tokens` keeps."""
         most = self.max_prompt_len

@@ -14,7 +14,7 @@ from quire.engine.inputs.request_options import RequestOptions
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.kv_transfer import NAME
 from quire.sequences.params import SamplingParams
-from quire.sequences.pooling import NO_SAMPLING, Pooling
+from quire.sequences.pooling import NO_SAMPLING, Pooling, PromptedText
 from quire.sequences.sequence import Request
 from quire.text.structured.grammar_compiler import GrammarCompiler
 from quire.text.tokenizers.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class RequestBuilder:
 
     def prepare_pooled(
         self,
-        prompt: Prompt | TextPair,
+        prompt: Prompt | TextPair | PromptedText,
         pooling: Pooling,
         truncate_prompt_tokens: int | None = None,
         *,
@@ -87,10 +87,16 @@ class RequestBuilder:
         if isinstance(prompt, TextPair):
             read, second_start = self._prompts.read_pair(prompt, truncate_prompt_tokens)
             return PreparedRequest(read, TokenizedParams(), pooling._replace(second_start=second_start))
+        first = 0
+        if isinstance(prompt, PromptedText):
+            first = self._prompts.num_leading(prompt.prompt, add_special_tokens=add_special_tokens)
+            prompt = prompt.prompt + prompt.text
         single: Prompt = prompt
         if truncate_prompt_tokens is not None:
             single = self._prompts.truncate(prompt, truncate_prompt_tokens, add_special_tokens=add_special_tokens)
-        return self.prepare(single, NO_SAMPLING, add_special_tokens=add_special_tokens)._replace(pooling=pooling)
+        prepared = self.prepare(single, NO_SAMPLING, add_special_tokens=add_special_tokens)
+        first = min(first, len(prepared.prompt.token_ids) - 1)  # a text may be cut within its prompt
+        return prepared._replace(pooling=pooling._replace(first=first))
 
     def read(
         self,

@@ -13,7 +13,7 @@ from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.errors import InvalidParameter, RequestError, TextsFull, UnsupportedFeature
 from quire.platform.threads import WorkerThreads
 from quire.sequences.params import SamplingParams
-from quire.sequences.pooling import Pooling
+from quire.sequences.pooling import Pooling, PromptedText
 from quire.text.chat.chat_prompt import ChatPrompt
 from quire.text.chat.chat_template import require_chat_template
 from quire.text.chat.rendering import MAX_PROCESSES
@@ -78,7 +78,7 @@ class TokenizerPool:
 
     async def prepare_pooled(
         self,
-        prompts: Sequence[Prompt | TextPair],
+        prompts: Sequence[Prompt | TextPair | PromptedText],
         pooling: Pooling,
         truncate_prompt_tokens: int | None = None,
         *,
@@ -86,7 +86,7 @@ class TokenizerPool:
     ) -> list[PreparedRequest]:
         """Convert the prompts of pooled requests to tokens; see `prepare` and `RequestBuilder.prepare_pooled`."""
 
-        def prepare(prompt: Prompt | TextPair) -> PreparedRequest:
+        def prepare(prompt: Prompt | TextPair | PromptedText) -> PreparedRequest:
             return self._reader.prepare_pooled(
                 prompt, pooling, truncate_prompt_tokens, add_special_tokens=add_special_tokens
             )
@@ -198,6 +198,8 @@ def _length(prompt: object) -> int:
     """Return the number of characters of a prompt; token ids count as 0, since they take no time."""
     if isinstance(prompt, TextPair):
         return len(prompt.first) + len(prompt.second)
+    if isinstance(prompt, PromptedText):
+        return len(prompt.prompt) + len(prompt.text)
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt")
     return len(prompt) if isinstance(prompt, str | ChatPrompt) else 0

@@ -8,7 +8,7 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
-from quire.execution.step.pooling import pooled_result
+from quire.execution.step.pooling import RunningPool, pooled_result, pooled_values
 from quire.memory.results import MemoryOps
 from quire.models.modules.encoder import Encoder, TextRows
 from quire.scheduling.plan import StepPlan, StepResult
@@ -51,24 +51,12 @@ class EncoderRunner:
 
     def _pool(self, hidden: Tensor, row_starts: Sequence[int], poolings: Sequence[Pooling]) -> list[list[float]]:
         """Return the result of each text from the hidden states of all rows, [T, E]."""
-        head = self._encoder.spec.head
-        kinds = [head.pooling if each.kind == "classify" and head is not None else each.kind for each in poolings]
-        states = torch.stack(
-            [
-                self._state(hidden[start:end], kind)
-                for kind, (start, end) in zip(kinds, pairwise(row_starts), strict=True)
-            ]
-        )
-        values: list[list[float]] = states.tolist()
-        classified = [idx for idx, each in enumerate(poolings) if each.kind == "classify"]
-        if classified:
-            logits: list[list[float]] = self._encoder.logits(states[classified]).tolist()
-            for idx, each in zip(classified, logits, strict=True):
-                values[idx] = each
-        return values
-
-    def _state(self, hidden: Tensor, kind: str) -> Tensor:
-        """Return the pooled state [E], float32, of a text's rows [T, E]."""
-        if kind == "mean":
-            return hidden.float().mean(0)
-        return hidden[-1 if kind == "last" else 0].float()
+        heads, states = self._encoder.heads, []
+        for pooling, (start, end) in zip(poolings, pairwise(row_starts), strict=True):
+            kind = pooling.kind
+            if kind == "classify" and heads.classifier is not None:
+                kind = heads.classifier.pooling
+            pool = RunningPool(kind, pooling.first)
+            pool.add(hidden[start:end])
+            states.append(pool.result())
+        return pooled_values(torch.stack(states), poolings, heads)

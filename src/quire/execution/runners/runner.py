@@ -132,7 +132,7 @@ class ModelRunner:
         if plan.finished_ids or is_opening:
             keep_extras(self._extras, plan.finished_ids, items if is_opening else ())
             for seq_id in plan.finished_ids:
-                self._pooler.sums.pop(seq_id, None)
+                self._pooler.pools.pop(seq_id, None)
         self._builder.apply_plan(plan)
         drafts = None if self.draft is None else self.draft.guess(items)
         if drafts is not None and self._sampler.masks_drafts(items):

@@ -2,48 +2,103 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from math import isfinite
 
+import torch
 from torch import Tensor
 
 from quire.models.modules.decoder import Decoder
+from quire.models.modules.pooled_heads import PooledHeads
 from quire.scheduling.plan import ItemResult, ScheduledSequence
-from quire.sequences.pooling import Pooling
+from quire.sequences.pooling import Pooling, PoolingKind
 
 BAD_HIDDEN = "the model gave a result that is not of finite numbers"
 
 
+class RunningPool:
+    """Pools the hidden states of a prompt whose rows come in chunks.
+
+    Sums are of float64, so that the chunks of a prompt hardly change them.
+
+    Args:
+        kind: rows that are pooled.
+        first: number of leading rows that are left out; see `Pooling`.
+
+    Source: the formulas of sentence-transformers 6.2 (`sentence_transformer/modules/pooling.py`).
+    """
+
+    def __init__(self, kind: PoolingKind, first: int = 0) -> None:
+        self._kind, self._first = kind, first
+        self._num_seen, self._weight = 0, 0
+        self._value: Tensor | None = None
+
+    def add(self, rows: Tensor) -> None:
+        """Add the next rows [T, E] of the prompt."""
+        start = max(self._first - self._num_seen, 0)
+        position = self._num_seen + start
+        self._num_seen += len(rows)
+        rows = rows[start:]
+        if not len(rows) or (self._kind == "cls" and self._value is not None):
+            return
+        value, weight = self._pooled(rows, position)
+        if self._value is not None and self._kind != "last":
+            value = torch.maximum(self._value, value) if self._kind == "max" else self._value + value
+        self._value, self._weight = value, self._weight + weight
+
+    def _pooled(self, rows: Tensor, position: int) -> tuple[Tensor, int]:
+        """Return a value [E] of rows that begin at a position, and its weight."""
+        match self._kind:
+            case "max":
+                return rows.amax(0), 0
+            case "mean" | "mean_sqrt_len_tokens":
+                return rows.double().sum(0), len(rows)
+            case "weightedmean":
+                end = position + len(rows)
+                weights = torch.arange(position + 1, end + 1, device=rows.device, dtype=torch.float64)
+                return weights @ rows.double(), (position + 1 + end) * len(rows) // 2
+            case _:
+                return rows[0 if self._kind == "cls" else -1], 0
+
+    def result(self) -> Tensor:
+        """Return the pooled state, [E] of float32, of a prompt with more than `first` rows."""
+        assert self._value is not None, "a row is pooled"
+        value, weight = self._value, self._weight
+        if self._kind == "mean_sqrt_len_tokens":
+            value = value / math.sqrt(weight)
+        elif weight:
+            value = value / weight
+        return value.float()
+
+
 class Pooler:
-    """Computes the results of pooled sequences: `by_sequence` has the open ones, and `sums` the states of some."""
+    """Computes the results of pooled sequences: `by_sequence` has the open ones, and `pools` the states of some."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.by_sequence: dict[int, Pooling] = {}
-        # Sums of the states of the tokens computed so far, [E] of float64, and their number.
-        self.sums: dict[int, tuple[Tensor, int]] = {}
+        # The pooled states of the tokens computed so far.
+        self.pools: dict[int, RunningPool] = {}
 
     def reads_all(self, items: Sequence[ScheduledSequence]) -> bool:
-        """Return whether the hidden states of all rows are needed, for an item that takes the mean over its prompt."""
+        """Return whether the hidden states of all rows are needed, for an item that pools all rows of its prompt."""
         known = self.by_sequence
-        return any(item.seq_id in known and known[item.seq_id].kind == "mean" for item in items)
+        return any(item.seq_id in known and known[item.seq_id].reads_all for item in items)
 
     def add_rows(self, items: Sequence[ScheduledSequence], row_starts: Sequence[int], hidden: Tensor) -> None:
-        """Add the states of a step's rows to the sums of the items that take a mean.
+        """Add the states of a step's rows to the pools of the items that pool all rows.
 
         Args:
             items: items of the step.
             row_starts: S + 1 numbers; item `s` owns rows `[row_starts[s], row_starts[s + 1])`.
-            hidden: hidden states before the last norm; [T, E] if an item takes a mean, else of any rows.
+            hidden: hidden states before the last norm; [T, E] if an item pools all rows, else of any rows.
         """
         for item, (start, end) in zip(items, pairwise(row_starts), strict=True):
             pooling = self.by_sequence.get(item.seq_id)
-            if pooling is not None and pooling.kind == "mean":
-                # In float64, so that the chunks of a prompt hardly change the sum.
-                rows = self._decoder.normed(hidden[start:end]).double().sum(0)
-                total, count = self.sums.get(item.seq_id, (None, 0))
-                self.sums[item.seq_id] = (rows if total is None else total + rows), count + end - start
+            if pooling is not None and pooling.reads_all:
+                pool = self.pools.setdefault(item.seq_id, RunningPool(pooling.kind, pooling.first))
+                pool.add(self._decoder.normed(hidden[start:end]))
 
     def take(
         self, items: Sequence[ScheduledSequence], hidden: Tensor
@@ -60,21 +115,42 @@ class Pooler:
         return others, hidden[[row for row, kept in enumerate(is_other) if kept]], results
 
     def _compute(self, seq_ids: Sequence[int], hidden: Tensor) -> dict[int, ItemResult]:
-        """Return the results of sequences from the hidden states of their last tokens, [R, E], or from their sums."""
-        results: dict[int, ItemResult] = {}
-        scored = [idx for idx, seq_id in enumerate(seq_ids) if self.by_sequence[seq_id].token_ids]
-        logits = dict(zip(scored, self._decoder.logits(hidden[scored]), strict=True)) if scored else {}
-        for idx, (seq_id, state) in enumerate(zip(seq_ids, self._decoder.normed(hidden).float(), strict=True)):
-            token_ids = self.by_sequence[seq_id].token_ids
-            if seq_id in self.sums:
-                total, count = self.sums.pop(seq_id)
-                state = (total / count).float()
-            results[seq_id] = pooled_result(seq_id, (logits[idx][list(token_ids)] if token_ids else state).tolist())
-        return results
+        """Return the results of sequences from the hidden states of their last tokens, [R, E], or from their pools."""
+        poolings = [self.by_sequence[seq_id] for seq_id in seq_ids]
+        values: dict[int, list[float]] = {}
+        scored = [idx for idx, pooling in enumerate(poolings) if pooling.token_ids]
+        if scored:
+            for idx, logits in zip(scored, self._decoder.logits(hidden[scored]), strict=True):
+                values[idx] = logits[list(poolings[idx].token_ids)].tolist()
+        others = [idx for idx, pooling in enumerate(poolings) if not pooling.token_ids]
+        if others:
+            last = self._decoder.normed(hidden[others]).float()
+            pools = [self.pools.pop(seq_ids[idx], None) for idx in others]
+            states = [state if pool is None else pool.result() for state, pool in zip(last, pools, strict=True)]
+            found = pooled_values(torch.stack(states), [poolings[idx] for idx in others], self._decoder.heads)
+            values |= zip(others, found, strict=True)
+        return {seq_id: pooled_result(seq_id, values[idx]) for idx, seq_id in enumerate(seq_ids)}
+
+
+def pooled_values(states: Tensor, poolings: Sequence[Pooling], heads: PooledHeads) -> list[list[float]]:
+    """Return embeddings, or the logits of classes.
+
+    Args:
+        states: pooled hidden states, [S, E] of float32.
+        poolings: kind of result of each.
+        heads: layers over the states.
+    """
+    classified = [idx for idx, each in enumerate(poolings) if each.kind == "classify"]
+    embedded = [idx for idx, each in enumerate(poolings) if each.kind != "classify"]
+    values: dict[int, list[float]] = {}
+    for idxs, compute in ((classified, heads.logits), (embedded, heads.embeddings)):
+        if idxs:
+            values |= zip(idxs, compute(states[idxs]).tolist(), strict=True)
+    return [values[idx] for idx in range(len(poolings))]
 
 
 def pooled_result(seq_id: int, values: Sequence[float]) -> ItemResult:
     """Return the result of a pooled sequence; an error if a value is not finite."""
-    if all(map(isfinite, values)):
+    if all(map(math.isfinite, values)):
         return ItemResult(seq_id, (), pooled=tuple(values))
     return ItemResult(seq_id, (), error=BAD_HIDDEN)

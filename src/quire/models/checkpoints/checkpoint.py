@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import resources
@@ -19,7 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from quire.errors import CheckpointError, shown
 from quire.models.checkpoints.safetensors_header import check_num_tensors, read_header_text
+from quire.models.checkpoints.sentence_modules import dense_configs
 from quire.models.families.base_models import with_head
+from quire.models.families.dense_layers import DENSE
 from quire.models.families.expert_layout import (
     BLOCK_EXPERTS,
     LINEAR_EXPERTS,
@@ -34,8 +36,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt")
-# Copies of the same weights in another layout, and files for other engines in subfolders; not "1_Pooling".
-HUB_IGNORED = ("consolidated*", "[!1]*/*")
+# Copies of the same weights in another layout, and files for other engines in subfolders; not "1_Pooling", "2_Dense".
+HUB_IGNORED = ("consolidated*", "[!1-9]*/*")
 # Larger than the configuration and the index of any model.
 MAX_CONFIG_BYTES = 4 << 20
 MAX_INDEX_BYTES = 64 << 20
@@ -100,13 +102,16 @@ class Checkpoint:
             config |= {LINEAR_EXPERTS: True}
         if has_block_experts(tensors):
             config |= {BLOCK_EXPERTS: True}
+        dense = dense_configs(folder)
+        if dense:
+            config |= {DENSE: dense}
         generation = folder / "generation_config.json"
         causal_config, causal_tensors = with_head(config, tensors)
         return cls(
             folder=folder,
             config=causal_config,
             generation_config=read_object(generation) if generation.is_file() else {},
-            tensors=causal_tensors,
+            tensors={**causal_tensors, **_dense_tensors(folder, dense)},
         )
 
     def sources_of(self, names: Sequence[str]) -> list[str]:
@@ -278,6 +283,13 @@ def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def _dense_tensors(folder: Path, paths: Iterable[str]) -> dict[str, StoredTensor]:
+    """Return the tensors of dense layers in folders of their own, which are the prefixes of their names."""
+    return {
+        f"{path}.{name}": stored for path in paths for name, stored in read_header(folder / path / SINGLE_FILE).items()
+    }
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:

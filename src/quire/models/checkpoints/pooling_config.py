@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from quire.errors import CheckpointError, ConfigError, InvalidParameter, UnsupportedFeature, shown
-from quire.models.checkpoints.checkpoint import MAX_CONFIG_BYTES, Checkpoint
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.sentence_modules import module_path, read_file, read_modules, refusal_of
 from quire.models.families.base_models import HEADLESS
-from quire.models.specs.encoder_spec import ClassifierHead, EncoderSpec
+from quire.models.specs.encoder_spec import EncoderSpec
+from quire.models.specs.pooled_spec import ClassifierHead
 from quire.models.specs.spec import ModelSpec
-from quire.platform.bounded.files import read_json, reason_of
-from quire.sequences.pooling import PoolingKind, PoolingParams
+from quire.sequences.pooling import Pooling, PoolingKind, PoolingParams, PromptedText, Role
 
 _CLASSIFIER = "classifier_from_token"
-MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 LENGTH_FILE = "sentence_bert_config.json"
 MAX_LENGTH = 2**31 - 1
@@ -28,7 +29,15 @@ POOLINGS: Mapping[str, PoolingKind] = {
     "mean_tokens": "mean",
     "cls": "cls",
     "cls_token": "cls",
+    "max": "max",
+    "max_tokens": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean": "weightedmean",
+    "weightedmean_tokens": "weightedmean",
 }
+# Names of prompts for a query and for a document; of several, the first that a checkpoint has, as in
+# sentence-transformers.
+ROLES: Mapping[Role, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
 # The values of `pooling_type` in a GGUF file; 0 is for none.
 GGUF_POOLING: Mapping[str, str] = {"0": "lasttoken", "1": "mean", "2": "cls", "3": "lasttoken", "4": "rank"}
 
@@ -52,6 +61,7 @@ class PoolingConfig(NamedTuple):
         kind: rows of a prompt whose hidden states are pooled.
         prompts: texts that are prepended to an input, by name.
         default_prompt: name of the prompt for inputs that name none; None for no prompt.
+        pools_prompts: True if the tokens of prompts are pooled too.
         similarity: function from two embeddings to a score; see `quire.engine.scoring`.
         head: head for classification; None for other models.
     """
@@ -64,6 +74,7 @@ class PoolingConfig(NamedTuple):
     kind: PoolingKind = "last"
     prompts: Mapping[str, str] = MappingProxyType({})
     default_prompt: str | None = None
+    pools_prompts: bool = True
     similarity: str = "cosine"
     head: ClassifierHead | None = None
 
@@ -81,25 +92,45 @@ class PoolingConfig(NamedTuple):
         if params.dimensions is not None and params.dimensions > self.width:
             raise InvalidParameter("dimensions", params.dimensions, f"at most the width of the model ({self.width})")
 
-    def with_prompt(self, inputs: Sequence[Any], name: str | None = None) -> Sequence[Any]:
-        """Return inputs with a prompt of the checkpoint prepended to texts.
+    @property
+    def pooling(self) -> Pooling:
+        """The result of a request for an embedding."""
+        return Pooling(kind=self.kind)
+
+    def with_prompt(
+        self, inputs: Sequence[Any], name: str | None = None, *, role: Role | None = None, field: str = "prompt_name"
+    ) -> Sequence[Any]:
+        """Return inputs with a prompt of the checkpoint in front of texts.
 
         Args:
-            inputs: texts, and inputs in other forms.
-            name: name of the prompt; None for the default one, if there is one.
+            inputs: texts, and inputs in other forms, which are left as they are.
+            name: name of the prompt; None for that of `role`, or the default one, if there is one.
+            role: part of the texts in a search; None for none. A checkpoint with a prompt for one role only has none
+                for the other.
+            field: name of the field with `name`, for errors.
 
         Raises:
             InvalidParameter: the checkpoint has no prompt of this name.
         """
-        name = self.default_prompt if name is None else name
-        if name is None:
+        prompt = self._prompt(name, role, field)
+        if not prompt:
             return inputs
-        if name not in self.prompts:
-            allowed = (
-                f"one of {', '.join(map(repr, self.prompts))}" if self.prompts else "None: the model has no prompts"
-            )
-            raise InvalidParameter("prompt_name", name, allowed)
-        return [self.prompts[name] + item if isinstance(item, str) else item for item in inputs]
+        join = prompt.__add__ if self.pools_prompts else partial(PromptedText, prompt)
+        return [join(item) if isinstance(item, str) else item for item in inputs]
+
+    def _prompt(self, name: str | None, role: Role | None, field: str) -> str:
+        """Return the text of a prompt; "" for none."""
+        prompts = self.prompts
+        if name is not None:
+            if name not in prompts:
+                allowed = f"one of {', '.join(map(repr, prompts))}" if prompts else "None: the model has no prompts"
+                raise InvalidParameter(field, name, allowed)
+            return prompts[name]
+        if role is not None:
+            own = [each for each in ROLES[role] if each in prompts]
+            if own or any(each in prompts for names in ROLES.values() for each in names):
+                return prompts[own[0]] if own else ""
+        return "" if self.default_prompt is None else prompts[self.default_prompt]
 
     def require_classes(self) -> ClassifierHead:
         """Return the head for classification.
@@ -132,10 +163,11 @@ def read_pooling(
         ConfigError: a text of `classifier` is not one token.
     """
     stated = _stated_pooling(checkpoint, model)
-    if isinstance(model, EncoderSpec):
-        refusal = None if model.head is None else "the checkpoint classifies texts, and makes no embeddings of them"
-        return stated._replace(has_head=False, head=model.head, refusal=refusal or stated.refusal)
-    stated = stated._replace(has_head=HEADLESS not in checkpoint.config)
+    if model.classifier is not None:
+        refusal = "the checkpoint classifies texts, and makes no embeddings of them"
+        stated = stated._replace(head=model.classifier, refusal=refusal, pools_prompts=True)
+    has_head = not isinstance(model, EncoderSpec) and model.classifier is None and HEADLESS not in checkpoint.config
+    stated = stated._replace(has_head=has_head)
     if classifier is None:
         return stated
     if not stated.has_head:
@@ -158,7 +190,7 @@ def read_max_length(checkpoint: Checkpoint) -> int | None:
     Raises:
         CheckpointError: the file is damaged.
     """
-    stated = _read(checkpoint.folder / LENGTH_FILE, dict) or {}
+    stated = read_file(checkpoint.folder / LENGTH_FILE, dict) or {}
     length = stated.get("max_seq_length")
     if length is not None and (type(length) is not int or not 0 < length <= MAX_LENGTH):
         raise CheckpointError(
@@ -170,27 +202,26 @@ def read_max_length(checkpoint: Checkpoint) -> int | None:
 
 def _stated_pooling(checkpoint: Checkpoint, model: ModelSpec | EncoderSpec) -> PoolingConfig:
     is_encoder = isinstance(model, EncoderSpec)
-    plain = PoolingConfig(model.width, kind="cls" if is_encoder else "last")
+    width = model.dense[-1].width if model.dense else model.width
+    plain = PoolingConfig(width, kind="cls" if is_encoder else "last")
     if checkpoint.gguf_fields is not None:
         stated = next((value for name, value in checkpoint.gguf_fields.items() if name.endswith(".pooling_type")), None)
         return plain if stated is None else _with_kind(plain, GGUF_POOLING.get(str(stated), str(stated)), is_encoder)
-    modules = _read(checkpoint.folder / MODULES_FILE, list)
+    folder = checkpoint.folder
+    modules = read_modules(folder)
     if modules is None:
-        return plain
-    # The kind of a module is the last part of its class name.
-    kinds = {str(module.get("type")).rsplit(".", 1)[-1]: module for module in modules if isinstance(module, dict)}
-    stated = _with_prompts(checkpoint, plain._replace(normalize="Normalize" in kinds))
-    others = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
-    if others:
-        return stated._replace(refusal=f"modules.json has a module {shown(others[0])}, which is not implemented")
-    if (_read(checkpoint.folder / LENGTH_FILE, dict) or {}).get("do_lower_case"):
+        return _with_prompts(checkpoint, plain)
+    stated = _with_prompts(checkpoint, plain._replace(normalize=any(each.kind == "Normalize" for each in modules)))
+    refusal = refusal_of(folder, modules)
+    if refusal is not None:
+        return stated._replace(refusal=refusal)
+    if (read_file(folder / LENGTH_FILE, dict) or {}).get("do_lower_case"):
         return stated._replace(refusal=f"{LENGTH_FILE} has do_lower_case, which is not implemented")
-    if "Pooling" not in kinds:
+    path = next((each.path for each in modules if each.kind == "Pooling"), None)
+    if path is None:
         return stated
-    kind, has_prompt = _pooling_kind(checkpoint.folder, kinds["Pooling"].get("path"))
-    if not has_prompt and stated.prompts:
-        return stated._replace(refusal="the checkpoint pools texts without their prompts, which is not implemented")
-    return _with_kind(stated, kind, is_encoder)
+    kind, pools_prompts = _pooling_kind(folder, module_path(folder, path))
+    return _with_kind(stated._replace(pools_prompts=pools_prompts), kind, is_encoder)
 
 
 def _with_kind(stated: PoolingConfig, name: str, is_encoder: bool) -> PoolingConfig:
@@ -198,14 +229,15 @@ def _with_kind(stated: PoolingConfig, name: str, is_encoder: bool) -> PoolingCon
     kind = POOLINGS.get(name)
     if kind is not None and (is_encoder or kind != "cls"):
         return stated._replace(kind=kind)
-    implemented = "that of the last token, the mean and, of encoders, the first token are implemented"
-    return stated._replace(refusal=f"the checkpoint states the pooling {shown(name)}, and only {implemented}")
+    names = [each for each in dict.fromkeys(POOLINGS.values()) if is_encoder or each != "cls"]
+    implemented = f"implemented are {', '.join(names)}"
+    return stated._replace(refusal=f"the checkpoint states the pooling {shown(name)}, and {implemented}")
 
 
 def _with_prompts(checkpoint: Checkpoint, stated: PoolingConfig) -> PoolingConfig:
     """Add the prompts and the similarity function of `config_sentence_transformers.json`."""
     path = checkpoint.folder / PROMPTS_FILE
-    config: dict[str, Any] = _read(path, dict) or {}
+    config: dict[str, Any] = read_file(path, dict) or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointError(f"{path}: prompts must be an object of strings, got {shown(prompts)}")
@@ -217,29 +249,15 @@ def _with_prompts(checkpoint: Checkpoint, stated: PoolingConfig) -> PoolingConfi
     return stated._replace(prompts=MappingProxyType(prompts), default_prompt=default, similarity=similarity)
 
 
-def _pooling_kind(folder: Path, path: object) -> tuple[str, bool]:
+def _pooling_kind(folder: Path, path: str) -> tuple[str, bool]:
     """Return the name of the pooling, or several names joined by "+", and whether prompts are pooled too."""
-    if not isinstance(path, str) or not path.replace("_", "").isalnum():
-        raise CheckpointError(f"{folder / MODULES_FILE} must name a folder for its pooling, got {shown(path)}")
-    config: dict[str, Any] | None = _read(folder / path / "config.json", dict)
+    config: dict[str, Any] | None = read_file(folder / path / "config.json", dict)
     if config is None:
         return f"of {path}/config.json, which is missing", True
     has_prompt = config.get("include_prompt", True) is not False
-    if config.get("pooling_mode") is not None:
-        return str(config["pooling_mode"]), has_prompt
+    mode = config.get("pooling_mode")
+    if mode is not None:
+        return "+".join(map(str, mode)) if isinstance(mode, list) else str(mode), has_prompt
     prefix = "pooling_mode_"
     names = "+".join(name.removeprefix(prefix) for name, is_on in config.items() if name.startswith(prefix) and is_on)
-    return names, has_prompt
-
-
-def _read(path: Path, kind: type) -> Any:
-    """Return the content of a JSON file; None if it does not exist."""
-    try:
-        value = read_json(path, MAX_CONFIG_BYTES)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
-    if not isinstance(value, kind):
-        raise CheckpointError(f"{path} must hold a JSON {kind.__name__}, got {type(value).__name__}")
-    return value
+    return names or "mean", has_prompt

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
-from quire.models.families.base_models import causal_name
+from quire.models.families.dense_layers import read_dense
 from quire.models.families.encoders import build_encoder, find_encoder
 from quire.models.families.falcon_h1 import falcon_h1
 from quire.models.families.gemma import gemma
@@ -32,6 +33,7 @@ from quire.models.families.qwen3 import qwen3
 from quire.models.families.qwen3_5 import qwen3_5, qwen3_5_of_text_and_images
 from quire.models.families.qwen3_5_moe import qwen3_5_moe, qwen3_5_moe_of_text_and_images
 from quire.models.families.qwen3_moe import qwen3_moe
+from quire.models.families.score_heads import generating_name, with_score_head
 from quire.models.families.seed_oss import seed_oss
 from quire.models.families.smollm3 import smollm3
 from quire.models.specs.encoder_spec import EncoderSpec
@@ -105,8 +107,11 @@ def build(config: Mapping[str, Any]) -> tuple[ModelSpec, WeightMap]:
     if not isinstance(names, list) or not names:
         raise CheckpointError("config.json lacks the field architectures", field="architectures")
     for name in names:
-        if isinstance(name, str) and causal_name(name) in FAMILIES:
-            return FAMILIES[causal_name(name)](HFConfig(config))
+        if isinstance(name, str) and generating_name(name, config) in FAMILIES:
+            fields = HFConfig(config)
+            spec, weights = with_score_head(name, fields, *FAMILIES[generating_name(name, config)](fields))
+            dense, dense_weights = read_dense(fields)
+            return replace(spec, dense=dense), weights | dense_weights
     raise UnsupportedModel(
         f"the architecture {shown(names[0])} is not implemented; docs/checkpoints.md lists those that are",
         field="architectures",

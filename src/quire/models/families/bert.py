@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.models.families.encoder_layout import read_bert_layout, read_labels, read_scores
+from quire.models.families.encoder_layout import read_bert_layout, with_classifier
 from quire.models.families.hf_config import HFConfig
-from quire.models.specs.encoder_spec import ClassifierHead, EncoderSpec
+from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import WeightMap
 
 
@@ -20,10 +20,5 @@ def bert_of_masked_words(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
 
 def bert_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
     """Read a `BertForSequenceClassification`."""
-    labels = read_labels(config)
-    head = ClassifierHead(labels, "cls", "tanh", bias=True, norm=None, scores=read_scores(config, len(labels)))
-    spec, names = read_bert_layout(config, "bert.", head=head)
-    modules = {"dense": ("bert.pooler.dense",), "output": ("classifier",)}
-    for ours, (theirs,) in modules.items():
-        names |= {f"head.{ours}.{kind}": (f"{theirs}.{kind}",) for kind in ("weight", "bias")}
-    return spec, names
+    spec, names = read_bert_layout(config, "bert.")
+    return with_classifier(config, spec, names, "tanh", "bert.pooler.dense", "classifier")

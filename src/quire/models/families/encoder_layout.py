@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
@@ -10,12 +11,12 @@ from quire.models.families.hf_config import HFConfig
 from quire.models.families.llama_layout import map_modules
 from quire.models.specs.encoder_spec import (
     BidirectionalAttention,
-    ClassifierHead,
     EncoderLayer,
     EncoderMLP,
     EncoderSpec,
 )
 from quire.models.specs.norm_spec import LayerNorm
+from quire.models.specs.pooled_spec import ClassifierHead, Dense
 from quire.models.specs.spec import WeightMap
 
 if TYPE_CHECKING:  # planning reads configurations without torch
@@ -50,9 +51,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def read_bert_layout(
-    config: HFConfig, prefix: str, first_position: int = 0, head: ClassifierHead | None = None
-) -> tuple[EncoderSpec, WeightMap]:
+def read_bert_layout(config: HFConfig, prefix: str, first_position: int = 0) -> tuple[EncoderSpec, WeightMap]:
     """Read an encoder with learned positions and norms after each residual."""
     config.require("position_embedding_type", None, "absolute")
     config.require("is_decoder", None, False)
@@ -75,12 +74,30 @@ def read_bert_layout(
         num_positions=num_positions,
         first_position=first_position,
         num_token_types=config.integer("type_vocab_size", 2),
-        head=head,
     )
     names: WeightMap = {ours: (f"{prefix}embeddings.{theirs}",) for ours, theirs in EMBEDDINGS.items()}
     for idx in range(len(spec.layers)):
         names |= map_modules(f"layers.{idx}", f"{prefix}encoder.layer.{idx}", MODULES, has_bias=True)
     return spec, names
+
+
+def with_classifier(
+    config: HFConfig, spec: EncoderSpec, names: WeightMap, activation: Elementwise, dense: str, output: str
+) -> tuple[EncoderSpec, WeightMap]:
+    """Add a head over the first token: a dense layer with an activation, and an output layer, both with biases.
+
+    Args:
+        config: configuration of the checkpoint, which names the classes.
+        spec, names: the encoder.
+        activation: activation after the dense layer.
+        dense, output: modules of the checkpoint.
+    """
+    labels = read_labels(config)
+    layer = Dense(spec.width, bias=True, activation=activation)
+    head = ClassifierHead(labels, "cls", read_scores(config, len(labels)), layer)
+    for ours, theirs in (("dense", dense), ("output", output)):
+        names |= {f"classifier.{ours}.{kind}": (f"{theirs}.{kind}",) for kind in ("weight", "bias")}
+    return replace(spec, classifier=head), names
 
 
 def read_heads(config: HFConfig, *, bias: bool) -> BidirectionalAttention:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from quire.models.families.bert import bert, bert_classifier, bert_of_masked_words
+from quire.models.families.dense_layers import read_dense
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.modernbert import modernbert, modernbert_classifier, modernbert_of_masked_words
 from quire.models.families.roberta import roberta, roberta_classifier, roberta_of_masked_words
@@ -35,7 +37,9 @@ def build_encoder(config: Mapping[str, Any]) -> tuple[EncoderSpec, WeightMap]:
     assert name is not None, "the configuration of an encoder"
     fields = HFConfig(config)
     fields.require("attn_logit_softcapping", None)
-    return ENCODERS[name](fields)
+    spec, weights = ENCODERS[name](fields)
+    dense, dense_weights = read_dense(fields)
+    return replace(spec, dense=dense), weights | dense_weights
 
 
 def find_encoder(config: Mapping[str, Any]) -> str | None:

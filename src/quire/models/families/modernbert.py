@@ -7,8 +7,9 @@ from dataclasses import replace
 from quire.models.families.encoder_layout import read_elementwise, read_heads, read_labels, read_scores
 from quire.models.families.hf_config import FULL, WINDOWED, HFConfig, read_layer_kinds, read_rope_part
 from quire.models.families.llama_layout import map_modules
-from quire.models.specs.encoder_spec import ClassifierHead, EncoderLayer, EncoderMLP, EncoderSpec
+from quire.models.specs.encoder_spec import EncoderLayer, EncoderMLP, EncoderSpec
 from quire.models.specs.norm_spec import LayerNorm
+from quire.models.specs.pooled_spec import ClassifierHead, Dense
 from quire.models.specs.spec import WeightMap
 
 # The kind of layers -> the older field of their theta, and its default.
@@ -35,15 +36,14 @@ def modernbert_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
     head = ClassifierHead(
         labels,
         "mean" if config.text("classifier_pooling", "cls") == "mean" else "cls",
-        activation,
-        has_bias,
-        norm,
         read_scores(config, len(labels)),
+        Dense(spec.width, has_bias, activation),
+        norm,
     )
-    names |= map_modules("head", "head", {"dense": ("dense",)}, has_bias=has_bias)
-    names |= map_modules("head", "head", {"norm": ("norm",)}, has_bias=norm.bias)
-    names |= {f"head.output.{kind}": (f"classifier.{kind}",) for kind in ("weight", "bias")}
-    return replace(spec, head=head), names
+    names |= map_modules("classifier", "head", {"dense": ("dense",)}, has_bias=has_bias)
+    names |= map_modules("classifier", "head", {"norm": ("norm",)}, has_bias=norm.bias)
+    names |= {f"classifier.output.{kind}": (f"classifier.{kind}",) for kind in ("weight", "bias")}
+    return replace(spec, classifier=head), names
 
 
 def _read(config: HFConfig, prefix: str) -> tuple[EncoderSpec, WeightMap]:

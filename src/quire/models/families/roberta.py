@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from quire.models.families.encoder_layout import read_bert_layout, read_labels, read_scores
+from quire.models.families.encoder_layout import read_bert_layout, with_classifier
 from quire.models.families.hf_config import HFConfig
-from quire.models.families.llama_layout import map_modules
-from quire.models.specs.encoder_spec import ClassifierHead, EncoderSpec
+from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import WeightMap
 
 
@@ -21,12 +20,9 @@ def roberta_of_masked_words(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
 
 def roberta_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
     """Read a `RobertaForSequenceClassification` or `XLMRobertaForSequenceClassification`."""
-    labels = read_labels(config)
-    head = ClassifierHead(labels, "cls", "tanh", bias=True, norm=None, scores=read_scores(config, len(labels)))
-    spec, names = _read(config, "roberta.", head)
-    modules = {"dense": ("dense",), "output": ("out_proj",)}
-    return spec, names | map_modules("head", "classifier", modules, has_bias=True)
+    spec, names = _read(config, "roberta.")
+    return with_classifier(config, spec, names, "tanh", "classifier.dense", "classifier.out_proj")
 
 
-def _read(config: HFConfig, prefix: str, head: ClassifierHead | None = None) -> tuple[EncoderSpec, WeightMap]:
-    return read_bert_layout(config, prefix, config.count("pad_token_id", 1) + 1, head)
+def _read(config: HFConfig, prefix: str) -> tuple[EncoderSpec, WeightMap]:
+    return read_bert_layout(config, prefix, config.count("pad_token_id", 1) + 1)

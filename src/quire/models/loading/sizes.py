@@ -42,6 +42,8 @@ def check_sizes(spec: ModelSpec | EncoderSpec, tensors: Mapping[str, StoredTenso
         sizes += ((name, size, longest) for name, size in _encoder_sizes(spec))
     else:
         sizes += (*_sizes(spec, longest), *((*values, largest) for values in _convolutions(spec)))
+    sizes.append(("num_labels", 0 if spec.classifier is None else len(spec.classifier.labels), longest))
+    sizes += (("out_features", layer.width, longest) for layer in spec.dense)
     for name, size, most in sizes:
         if size > most:
             raise CheckpointError(f"config.json: {name} is {size:,}, but the largest that is stored has {most:,}")
@@ -54,7 +56,6 @@ def _encoder_sizes(spec: EncoderSpec) -> Iterator[tuple[str, int]]:
     yield "max_position_embeddings", spec.num_positions
     yield "type_vocab_size", spec.num_token_types
     yield "intermediate_size", max(layer.mlp.width for layer in spec.layers)
-    yield "num_labels", 0 if spec.head is None else len(spec.head.labels)
 
 
 def _sizes(spec: ModelSpec, longest: int) -> Iterator[tuple[str, int, int]]:

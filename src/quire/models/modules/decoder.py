@@ -14,6 +14,7 @@ from quire.models.modules.embedding import RowsOfRanks, TokenEmbedding
 from quire.models.modules.layer_stack import LayerStack
 from quire.models.modules.norms import Norm
 from quire.models.modules.per_layer_inputs import PerLayerEmbedding
+from quire.models.modules.pooled_heads import PooledHeads
 from quire.models.modules.projections import Projection
 from quire.models.modules.weight_slots import WeightTable, nested
 from quire.models.specs.sharding import share_of
@@ -37,6 +38,7 @@ class Decoder:
 
     Attributes:
         ops, spec, dtype, device: the arguments of these names.
+        heads: layers over pooled hidden states, on ranks with the last norm.
         weights: the weights to load; the decoder runs when none is missing.
         step_adapters: rows of the current step that have an adapter, for layers that take adapters.
         merged_adapter: digest of the adapter that is merged into the weights; None for none.
@@ -82,6 +84,8 @@ class Decoder:
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
+        self.heads = PooledHeads(spec.classifier, spec.dense, spec.width, ops, dtype, device)
+        slots |= self.heads.slots
         self.merged_adapter: str | None = None
         self.replicas: RankGroup | None = None
         self.weights = WeightTable(slots, dtype, device, self._fuse)

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.models.modules.norms import AnyNorm, make_norm
+from quire.models.modules.pooled_heads import PooledHeads
 from quire.models.modules.projections import Projection
 from quire.models.modules.rope import RotaryEmbedding
-from quire.models.modules.weight_slots import WeightSlot, WeightSlots, WeightTable, nested
-from quire.models.specs.encoder_spec import ClassifierHead, EncoderLayer, EncoderMLP, EncoderSpec
+from quire.models.modules.weight_slots import WeightSlot, WeightTable, nested
+from quire.models.specs.encoder_spec import EncoderLayer, EncoderMLP, EncoderSpec
 from quire.models.specs.norm_spec import LayerNorm
 from quire.models.specs.parameter_estimate import DOWN_GROUP
 from quire.ops.interface.ops import Ops, Rotation
@@ -58,6 +60,7 @@ class Encoder:
 
     Attributes:
         spec, dtype, device: the arguments of these names.
+        heads: layers over pooled hidden states.
         weights: the weights to load; the encoder runs when none is missing.
     """
 
@@ -66,7 +69,7 @@ class Encoder:
         self.dtype = dtype
         self.device = device
         self._ops = ops
-        new_norm = partial(_Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
+        new_norm = partial(make_norm, width=spec.width, ops=ops, dtype=dtype, device=device)
         self._tables: dict[str, Tensor] = {}
         tables = {"embedding": spec.vocab_size, "positions": spec.num_positions, "token_types": spec.num_token_types}
         slots = {
@@ -83,10 +86,8 @@ class Encoder:
         self._layers = [_EncoderLayer(layer, spec.width, new_norm, ops) for layer in spec.layers]
         for idx, layer in enumerate(self._layers):
             slots |= nested(**{f"layers.{idx}": layer.slots})
-        self._head: _Head | None = None
-        if spec.head is not None:
-            self._head = _Head(spec.head, spec.width, new_norm, ops)
-            slots |= nested(head=self._head.slots)
+        self.heads = PooledHeads(spec.classifier, spec.dense, spec.width, ops, dtype, device)
+        slots |= self.heads.slots
         self.weights = WeightTable(slots, dtype, device, lambda: None)
 
     @property
@@ -113,35 +114,12 @@ class Encoder:
             x = layer(x, rows.row_starts, None if rope is None else rotations[rope])
         return self._norm(x)
 
-    def logits(self, pooled: Tensor) -> Tensor:
-        """Return the logits of the classes, [S, C] of float32, of pooled hidden states [S, E]."""
-        assert self._head is not None, "the encoder has no head"
-        return self._head(pooled.to(self.dtype)).float()
-
-
-class _Norm:
-    """Layer norm with a learned scale; nothing without a norm."""
-
-    def __init__(self, norm: LayerNorm | None, width: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
-        self._norm, self._layer_norm = norm, ops.layer_norm
-        self.slots: WeightSlots = {}
-        if norm is not None:
-            self._scale = torch.ones(width, dtype=dtype, device=device)
-            self._bias = torch.zeros(width, dtype=dtype, device=device) if norm.bias else None
-            self.slots["weight"] = WeightSlot((width,), self._scale.copy_)
-            if self._bias is not None:
-                self.slots["bias"] = WeightSlot((width,), self._bias.copy_)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalise [T, E]."""
-        return x if self._norm is None else self._layer_norm(x, self._scale, self._bias, self._norm.eps)
-
 
 class _EncoderLayer:
     """Bidirectional attention and an MLP, each with a residual and a norm."""
 
     def __init__(
-        self, layer: EncoderLayer, width: int, new_norm: Callable[[LayerNorm | None], _Norm], ops: Ops
+        self, layer: EncoderLayer, width: int, new_norm: Callable[[LayerNorm | None], AnyNorm], ops: Ops
     ) -> None:
         self.spec, self._attend = layer, ops.ragged_attention
         attention = layer.attention
@@ -188,20 +166,3 @@ class _MLP:
             return self._down.run(self._activate(product, self._mlp.activation), residual)
         gates, ups = product.chunk(2, -1)
         return self._down.run(self._activate(gates, self._mlp.activation).mul_(ups), residual)
-
-
-class _Head:
-    """The layers from a pooled hidden state to the logits of classes."""
-
-    def __init__(
-        self, head: ClassifierHead, width: int, new_norm: Callable[[LayerNorm | None], _Norm], ops: Ops
-    ) -> None:
-        self._activation, self._activate = head.activation, ops.activate
-        self._dense = Projection(width, width, head.bias, ops, min_bits=8)
-        self._norm = new_norm(head.norm)
-        self._output = Projection(width, len(head.labels), True, ops, min_bits=8)
-        self.slots = nested(dense=self._dense.slots, norm=self._norm.slots, output=self._output.slots)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return logits [S, C]."""
-        return self._output.run(self._norm(self._activate(self._dense.run(x), self._activation)))

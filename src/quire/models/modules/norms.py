@@ -1,4 +1,4 @@
-"""Norms with a learned scale."""
+"""Norms with a learned scale, of all kinds that a specification names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from quire.distributed.rank_group import RankGroup
 from quire.models.modules.weight_slots import WeightSlot, WeightSlots
 from quire.models.specs import spec
+from quire.models.specs.norm_spec import LayerNorm, RMSNorm
 from quire.ops.interface.fused_layers import RowNorm
 from quire.ops.interface.ops import Ops
 
@@ -76,6 +77,52 @@ class JointNorms:
         factors = (self._ranks.all_reduce(squares) / self._ranks.size + self._eps).rsqrt_()
         for part, scale, factor in zip(parts, self._scales, factors, strict=True):
             part.copy_((part * factor[:, None]).to(scale.dtype) * scale)
+
+
+class CentredNorm:
+    """Layer norm: the mean is subtracted, and the rest divided by its standard deviation."""
+
+    __slots__ = ("_bias", "_eps", "_layer_norm", "_scale", "slots")
+
+    def __init__(self, norm: LayerNorm, width: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        self._eps = norm.eps
+        self._layer_norm = ops.layer_norm
+        self._scale = torch.ones(width, dtype=dtype, device=device)
+        self._bias = torch.zeros(width, dtype=dtype, device=device) if norm.bias else None
+        self.slots: WeightSlots = {"weight": WeightSlot((width,), self._scale.copy_)}
+        if self._bias is not None:
+            self.slots["bias"] = WeightSlot((width,), self._bias.copy_)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise [T, E]."""
+        return self._layer_norm(x, self._scale, self._bias, self._eps)
+
+
+class NoNorm:
+    """The norm of a model without one at some place: it changes nothing."""
+
+    __slots__ = ("slots",)
+
+    def __init__(self) -> None:
+        self.slots: WeightSlots = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return `x`."""
+        return x
+
+
+AnyNorm = Norm | CentredNorm | NoNorm
+
+
+def make_norm(
+    norm: LayerNorm | RMSNorm | None, width: int, ops: Ops, dtype: torch.dtype, device: torch.device
+) -> AnyNorm:
+    """Return the norm that a specification names."""
+    if norm is None:
+        return NoNorm()
+    if isinstance(norm, RMSNorm):
+        return Norm(norm, width, ops, dtype, device)
+    return CentredNorm(norm, width, ops, dtype, device)
 
 
 def unit_scale(norm: spec.RMSNorm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

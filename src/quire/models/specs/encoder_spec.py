@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from quire.models.specs.norm_spec import LayerNorm
+from quire.models.specs.pooled_spec import ClassifierHead, Dense
 from quire.models.specs.rotations import Rope
 
 if TYPE_CHECKING:  # planning reads configurations without torch
@@ -66,28 +67,6 @@ class EncoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassifierHead:
-    """Logits of classes: `output(norm(activation(dense(pooled))))`.
-
-    Args:
-        labels: names of the classes, in the order of the logits.
-        pooling: rows that `pooled` is made of: the first one, or the mean of all.
-        activation: activation after the dense layer.
-        bias: whether the dense layer adds a learned bias; the output layer always does.
-        norm: norm after the activation; None for none.
-        scores: function from logits to scores, unless a request asks for the logits: each logit's sigmoid, the softmax
-            over all, or none.
-    """
-
-    labels: tuple[str, ...]
-    pooling: Literal["cls", "mean"]
-    activation: Elementwise
-    bias: bool
-    norm: LayerNorm | None
-    scores: Literal["sigmoid", "softmax", "none"]
-
-
-@dataclass(frozen=True, slots=True)
 class EncoderSpec:
     """A bidirectional encoder: embeddings, layers, and perhaps a head that classifies.
 
@@ -101,7 +80,8 @@ class EncoderSpec:
         num_positions: rows of the learned embedding of positions; 0 for none.
         first_position: row of a text's first token there.
         num_token_types: rows of the embedding of token types (0 for a text, 1 for the second of a pair); 0 for none.
-        head: head that classifies; None without one.
+        classifier: head that classifies; None without one.
+        dense: layers over pooled states, whose result is an embedding.
     """
 
     vocab_size: int
@@ -113,4 +93,5 @@ class EncoderSpec:
     num_positions: int = 0
     first_position: int = 0
     num_token_types: int = 0
-    head: ClassifierHead | None = None
+    classifier: ClassifierHead | None = None
+    dense: tuple[Dense, ...] = ()

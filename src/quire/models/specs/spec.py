@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from quire.models.specs.norm_spec import RMSNorm as RMSNorm
+from quire.models.specs.pooled_spec import ClassifierHead, Dense
 from quire.models.specs.recurrent_spec import GatedDeltaNet as GatedDeltaNet
 from quire.models.specs.recurrent_spec import Mamba2 as Mamba2
 from quire.models.specs.recurrent_spec import ShortConv as ShortConv
@@ -282,6 +283,8 @@ class ModelSpec:
         mtp: layer of the checkpoint's head for multi-token prediction (MTP); None without one.
         is_mtp: True if the model is such a head: its inputs are pairs of a hidden state and a token, it caches the last
             hidden state of a sequence, and it has the embedding and output head of its target model.
+        classifier: head that classifies; None without one.
+        dense: layers over pooled states, whose result is an embedding.
     """
 
     vocab_size: int
@@ -296,6 +299,8 @@ class ModelSpec:
     per_layer_inputs: PerLayerInputs | None = None
     mtp: LayerSpec | None = None
     is_mtp: bool = False
+    classifier: ClassifierHead | None = None
+    dense: tuple[Dense, ...] = ()
 
     def for_context(self, length: int) -> ModelSpec:
         """Return the model for contexts of at most `length` tokens."""

@@ -51,7 +51,7 @@ class Stage(NamedTuple):
         """Return whether the stage has a weight that does not belong to a layer."""
         if name == "embedding.weight":
             return self.is_first or (self.is_last and is_tied)
-        return self.is_last or not name.startswith(("norm.", "head."))
+        return self.is_last or not name.startswith(("norm.", "head.", "classifier.", "dense."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from quire.engine.outputs.outputs import RequestOutput
 from quire.engine.outputs.pooled_outputs import embedding_of, pooled_values
 from quire.errors import InvalidParameter
-from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams
+from quire.sequences.pooling import NO_SAMPLING, PoolingParams
 from quire.server.admission.usage import TokenCount
 from quire.server.generation.generation import GenerationRequest, json_response, run
 from quire.server.generation.sampling import NEVER_IGNORED, read_options
@@ -113,7 +113,7 @@ async def _embed(
     fields.object("options")
     if not inputs:
         return json_response(build([], TokenCount()))
-    prompts, pooling = config.with_prompt(inputs), Pooling(kind=config.kind)
+    prompts, pooling = config.with_prompt(inputs), config.pooling
     prepare = partial(state.llm.texts.prepare_pooled, prompts, pooling, params.truncate_prompt_tokens)
     request_fields = Fields({name: fields.get(name) for name in OWN_OPTIONS})
     job = GenerationRequest(

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from quire.engine.outputs.outputs import RequestOutput
 from quire.engine.outputs.pooled_outputs import embedding_of, pooled_values
 from quire.errors import InvalidParameter
-from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams
+from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams, Role
 from quire.server.generation.generation import GenerationRequest, answer, response_header
 from quire.server.generation.sampling import LABELS, NEVER_IGNORED, read_options
 from quire.server.http.json_stream import JsonArray
@@ -24,6 +24,14 @@ from quire.server.requests.fields import Fields, RouteFields
 from quire.server.state.state import ServerState
 
 ENCODINGS = ("float", "base64")
+# Values of `input_type`, as several providers name them -> part of the inputs in a search, which has its own prompt.
+INPUT_TYPES: Final[Mapping[str, Role]] = {
+    "query": "query",
+    "search_query": "query",
+    "document": "document",
+    "passage": "document",
+    "search_document": "document",
+}
 _COMMON = ("model", "priority", "cache_salt", "truncate_prompt_tokens")
 
 
@@ -32,9 +40,9 @@ def _fields(*honoured: str) -> RouteFields:
 
 
 EMBEDDING_FIELDS: Final = _fields(
-    *("input", "encoding_format", "dimensions", "normalize", "add_special_tokens", "prompt_name")
+    *("input", "encoding_format", "dimensions", "normalize", "add_special_tokens", "prompt_name", "input_type")
 )
-_SCORED = ("documents", "instruction", "use_activation")
+_SCORED = ("documents", "instruction", "use_activation", "query_prompt_name", "document_prompt_name")
 SCORE_FIELDS: Final = _fields(*_SCORED, "text_1", "text_2", "queries")
 RERANK_FIELDS: Final = _fields(*_SCORED, "query", "top_n", "return_documents")
 CLASSIFY_FIELDS: Final = _fields("input", "add_special_tokens", "use_activation")
@@ -86,8 +94,20 @@ async def embeddings(state: ServerState, request: Request) -> ASGIApp:
         )
         return {"data": JsonArray(data)}
 
-    inputs = config.with_prompt(prompts, fields.text("prompt_name"))
-    return await _answer_inputs(state, request, fields, inputs, Pooling(kind=config.kind), build)
+    inputs = config.with_prompt(prompts, fields.text("prompt_name"), role=_role(fields))
+    return await _answer_inputs(state, request, fields, inputs, config.pooling, build)
+
+
+def _role(fields: Fields) -> Role | None:
+    """Return the part of the inputs in a search that `input_type` names."""
+    kind = fields.text("input_type")
+    if kind is None:
+        return None
+    if kind not in INPUT_TYPES:
+        raise InvalidParameter("input_type", kind, f"one of {', '.join(INPUT_TYPES)}")
+    if fields.get("prompt_name") is not None:
+        raise InvalidParameter("input_type", kind, "absent where prompt_name names the prompt")
+    return INPUT_TYPES[kind]
 
 
 async def classify(state: ServerState, request: Request) -> ASGIApp:
@@ -179,7 +199,9 @@ async def _score(
             raise InvalidParameter(name, f"{len(value)} texts", f"at most {limit} texts")
     queries, documents = texts
     activation = fields.flag("use_activation", True)
-    job = make_score_job(state.llm.pooling, queries, documents, fields.text("instruction"), names, activation)
+    prompt_names = fields.text("query_prompt_name"), fields.text("document_prompt_name")
+    instruction = fields.text("instruction")
+    job = make_score_job(state.llm.pooling, queries, documents, instruction, names, activation, prompt_names)
     params = PoolingParams(truncate_prompt_tokens=fields.get("truncate_prompt_tokens"))
     prepare = partial(
         state.llm.texts.prepare_pooled,

@@ -1,0 +1,58 @@
+"""Heads of classes over decoders: `LlamaForSequenceClassification` and its like for every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from quire.models.families.base_models import causal_name
+from quire.models.families.encoder_layout import read_labels, read_scores
+from quire.models.families.hf_config import HFConfig
+from quire.models.specs.pooled_spec import ClassifierHead, Dense
+from quire.models.specs.spec import ModelSpec, WeightMap
+
+Head = tuple[ClassifierHead, WeightMap]
+
+
+def _classifier(config: HFConfig, width: int) -> Head:  # noqa: ARG001
+    """One layer over the last token."""
+    labels = read_labels(config)
+    head = ClassifierHead(labels, "last", read_scores(config, len(labels)), bias=False)
+    return head, {"classifier.output.weight": ("score.weight",)}
+
+
+def _reward(config: HFConfig, width: int) -> Head:  # noqa: ARG001
+    """Two layers over the last token give one number, whatever `num_labels` says: Qwen2.5-Math-RM."""
+    head = ClassifierHead(("LABEL_0",), "last", "none", Dense(width, bias=True, activation="relu"))
+    names: WeightMap = {}
+    for ours, theirs in (("dense", "score.0"), ("output", "score.2")):
+        names |= {f"classifier.{ours}.{kind}": (f"{theirs}.{kind}",) for kind in ("weight", "bias")}
+    return head, names
+
+
+# Ending of an architecture's name in place of "ForCausalLM" -> reader of its head for a width of hidden states.
+HEADS: Final[Mapping[str, Callable[[HFConfig, int], Head]]] = {
+    "ForRewardModel": _reward,
+    "ForSequenceClassification": _classifier,
+}
+
+
+def generating_name(name: str, config: Mapping[str, object]) -> str:
+    """Return the architecture with an output head for one that classifies or has no head; others unchanged."""
+    for ending in HEADS:
+        if name.endswith(ending):
+            base = name.removesuffix(ending)
+            return f"{base}ForConditionalGeneration" if "text_config" in config else causal_name(f"{base}Model")
+    return causal_name(name)
+
+
+def with_score_head(name: str, config: HFConfig, spec: ModelSpec, names: WeightMap) -> tuple[ModelSpec, WeightMap]:
+    """Return a decoder with the head of its architecture's name in place of the output head; others unchanged."""
+    for ending, read in HEADS.items():
+        if name.endswith(ending):
+            head, head_names = read(config, spec.width)
+            # The embedding stands for the output head, which is never computed.
+            others = {ours: theirs for ours, theirs in names.items() if ours != "head.weight"}
+            return replace(spec, tied_head=True, mtp=None, classifier=head), others | head_names
+    return spec, names
