@@ -95,6 +95,16 @@ def test_mistral3_is_read_like_llama(llama: Written) -> None:
         read_architecture(fields | {"mistral3.attention.temperature_scale": 0.1}, llama.shapes)
 
 
+@pytest.mark.parametrize(("name", "theirs"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3-moe", "qwen3vlmoe")])
+def test_language_models_of_models_for_images_are_read_like_others(name: str, theirs: str, folder: Path) -> None:
+    written = write(name, folder / name)
+    own = written.fields["general.architecture"]
+    fields = {key.replace(f"{own}.", f"{theirs}."): value for key, value in written.fields.items()}
+    fields |= {"general.architecture": theirs, f"{theirs}.rope.dimension_sections": [16, 24, 24, 0]}
+    expected = read_architecture(written.fields, written.shapes)
+    assert read_architecture(fields, written.shapes) == expected
+
+
 def test_unknown_rotations(folder: Path) -> None:
     written = write("llama3-rope", folder / "llama3")
     with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight"):

@@ -25,8 +25,10 @@ from quire.models.families.dense_layers import DENSE
 from quire.models.families.expert_layout import (
     BLOCK_EXPERTS,
     LINEAR_EXPERTS,
+    ROW_EXPERTS,
     has_block_experts,
     has_linear_experts,
+    has_row_experts,
 )
 from quire.models.tensors.stored_tensor import StoredTensor
 from quire.platform.bounded.files import open_file, read_json, reason_of, user_path
@@ -105,6 +107,8 @@ class Checkpoint:
         dense = dense_configs(folder)
         if dense:
             config |= {DENSE: dense}
+        if has_row_experts({name: stored.shape for name, stored in tensors.items()}):
+            config |= {ROW_EXPERTS: True}
         generation = folder / "generation_config.json"
         causal_config, causal_tensors = with_head(config, tensors)
         return cls(

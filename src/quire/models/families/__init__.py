@@ -33,6 +33,7 @@ from quire.models.families.qwen3 import qwen3
 from quire.models.families.qwen3_5 import qwen3_5, qwen3_5_of_text_and_images
 from quire.models.families.qwen3_5_moe import qwen3_5_moe, qwen3_5_moe_of_text_and_images
 from quire.models.families.qwen3_moe import qwen3_moe
+from quire.models.families.qwen_vl import qwen2_vl, qwen3_vl, qwen3_vl_moe
 from quire.models.families.score_heads import generating_name, with_score_head
 from quire.models.families.seed_oss import seed_oss
 from quire.models.families.smollm3 import smollm3
@@ -70,8 +71,12 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Olmo3ForCausalLM": olmo3,
     "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
+    "Qwen2VLForConditionalGeneration": qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": qwen2_vl,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3VLForConditionalGeneration": qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": qwen3_vl_moe,
     "Qwen3_5ForCausalLM": qwen3_5,
     "Qwen3_5ForConditionalGeneration": qwen3_5_of_text_and_images,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -21,6 +21,9 @@ LINEAR_EXPERTS: Final = "experts_are_linear_layers"
 # Field that is added to the configuration of files that store all experts of a layer in blocks of MXFP4, not transposed
 # as the family's other files.
 BLOCK_EXPERTS: Final = "experts_are_blocks"
+
+# Field that is added to the configuration of files that store all experts of a layer in one tensor [X, out, in].
+ROW_EXPERTS: Final = "experts_are_rows"
 
 
 def read_counts(config: HFConfig, default: int | None = None, chosen: int | None = None) -> tuple[int, int]:
@@ -49,6 +52,15 @@ def has_linear_experts(names: Iterable[str]) -> bool:
 def has_block_experts(names: Iterable[str]) -> bool:
     """Return whether tensors of these names hold the experts of a layer in blocks of MXFP4."""
     return any(name.endswith(".experts.gate_up_proj_blocks") for name in names)
+
+
+def has_row_experts(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether tensors of these shapes hold all experts of a layer as [X, out, in], not as [X, in, out]."""
+    gate_up, down = "gate_up_proj", "down_proj"
+    stacks = (name for name, shape in shapes.items() if name.endswith(f".experts.{gate_up}") and len(shape) == 3)
+    name = next(stacks, "")
+    of_down = shapes.get(name.removesuffix(gate_up) + down, ())
+    return len(of_down) == 3 and shapes[name][1] == 2 * of_down[2]
 
 
 def with_experts(

@@ -35,7 +35,7 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 # The largest size, count or id; fewer layers, because objects are made for each before any tensor is read.
 MAX_INTEGER = 2**31 - 1
 MOST: Mapping[str, int] = {"num_hidden_layers": 1024}
-ROPE_TYPES = "default, linear, dynamic, llama3, yarn, proportional"
+ROPE_TYPES = "default, linear, dynamic, llama3, yarn, proportional, mrope"
 # Supported rotations of a part of a head.
 PARTIAL_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _MISSING = object()
@@ -297,8 +297,9 @@ def _read_scaling(config: HFConfig, part: HFConfig) -> RopeScaling | None:
     if kind == "proportional":
         return ProportionalScaling(part.fraction("partial_rotary_factor", 1.0), part.number("factor", 1.0))
     part.require("partial_rotary_factor", None, 1.0)
-    if kind in ("default", "dynamic"):
-        # Dynamic NTK changes the base only beyond max_position_embeddings, the longest context that is served.
+    if kind in ("default", "dynamic", "mrope"):
+        # Dynamic NTK changes the base only beyond max_position_embeddings, the longest context that is served; M-RoPE
+        # divides the frequencies among the three positions of an image token, which are equal for a text token.
         return None
     if kind == "linear":
         return LinearScaling(part.number("factor"))

@@ -155,7 +155,7 @@ LLAMA_LAYOUT: Final[dict[str, Architecture]] = {
     "seed_oss": Architecture(_seed_oss, LLAMA | {"post_attention_layernorm": "post_attention_norm"}, ENDS),
     "olmo2": Architecture(_olmo2, OLMO2, ENDS),
     "minimax-m2": Architecture(_minimax_m2, LLAMA | MINIMAX_M2, ENDS),
-    "qwen2": Architecture(_qwen2, LLAMA, ENDS),
-    "qwen3": Architecture(_qwen3, LLAMA, ENDS),
-    "qwen3moe": Architecture(_qwen3_moe, LLAMA | QWEN3_MOE, ENDS),
+    **dict.fromkeys(("qwen2", "qwen2vl"), Architecture(_qwen2, LLAMA, ENDS)),
+    **dict.fromkeys(("qwen3", "qwen3vl"), Architecture(_qwen3, LLAMA, ENDS)),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), Architecture(_qwen3_moe, LLAMA | QWEN3_MOE, ENDS)),
 }

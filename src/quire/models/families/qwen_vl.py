@@ -1,0 +1,55 @@
+"""The language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, without their vision encoders."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from quire.models.families.expert_layout import LINEAR_EXPERTS, ROW_EXPERTS
+from quire.models.families.hf_config import HFConfig
+from quire.models.families.qwen2 import qwen2
+from quire.models.families.qwen3 import qwen3
+from quire.models.families.qwen3_moe import ExpertStorage, qwen3_moe
+from quire.models.specs.spec import ModelSpec, WeightMap
+
+TIED: Final = "tie_word_embeddings"
+
+
+def qwen2_vl(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
+    """Read a `Qwen2VLForConditionalGeneration` or a `Qwen2_5_VLForConditionalGeneration`.
+
+    Most checkpoints have the fields of the language model beside those of the whole, others in `text_config`; its
+    tensors have no prefix of their own.
+    """
+    text = config.part("text_config") or config
+    return qwen2(text.changed({TIED: config.flag(TIED, False) or text.flag(TIED, False)}))
+
+
+def qwen3_vl(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
+    """Read a `Qwen3VLForConditionalGeneration`."""
+    return _with_prefix(qwen3(_read_text(config)))
+
+
+def qwen3_vl_moe(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
+    """Read a `Qwen3VLMoeForConditionalGeneration`; scores of experts are divided by their sum, whatever it states."""
+    text = _read_text(config).changed({"norm_topk_prob": True})
+    storage: ExpertStorage = "rows" if config.flag(ROW_EXPERTS, False) else "columns"
+    return _with_prefix(qwen3_moe(text, "linear" if config.flag(LINEAR_EXPERTS, False) else storage))
+
+
+def _read_text(config: HFConfig) -> HFConfig:
+    """Return the configuration of the language model, whose head is tied if the outer object says so."""
+    text = config.part("text_config") or HFConfig({}, "text_config.")
+    return text.changed({TIED: config.flag(TIED, False)})
+
+
+def _with_prefix(read: tuple[ModelSpec, WeightMap]) -> tuple[ModelSpec, WeightMap]:
+    """Give tensors the prefix of a language model inside of another."""
+    spec, names = read
+    prefix = "model."
+    return spec, {
+        name: tuple(
+            f"{prefix}language_model.{source.removeprefix(prefix)}" if source.startswith(prefix) else source
+            for source in sources
+        )
+        for name, sources in names.items()
+    }
