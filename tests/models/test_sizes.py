@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.finite_values import check_finite
 from quire.models.loading.loading import load_decoder
 from quire.models.loading.sizes import check_sizes
-from quire.models.loading.weights import check_finite
 from quire.models.modules.decoder import Decoder
 from quire.models.tensors.stored_tensor import StoredTensor
 from tests.models.stored_tensors import stored_tensors

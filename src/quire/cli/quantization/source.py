@@ -7,8 +7,8 @@ from torch import Tensor
 
 from quire.errors import ConfigError, shown
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.finite_values import check_finite
 from quire.models.checkpoints.tensor_reader import TensorReader
-from quire.models.loading.weights import check_finite
 
 
 class PlainTensors:

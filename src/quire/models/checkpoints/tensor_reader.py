@@ -20,6 +20,8 @@ from quire.models.tensors.stored_tensor import StoredTensor
 from quire.ops.interface.quantized_weight import PlainWeight, QuantizedWeight, StoredWeight
 
 WEIGHT: Final = ".weight"
+# Dtypes of tensors that are no weights, such as tables of indices.
+INTEGERS: Final = ("I64", "I32", "I8", "U8", "BOOL")
 
 
 class TensorReader:
@@ -51,12 +53,13 @@ class TensorReader:
             suffixes = self._quantization.suffixes(layer)
         return (name,) if suffixes is None else tuple(f"{layer}{suffix}" for suffix in suffixes)
 
-    def shape(self, name: str, wanted_by: str) -> tuple[int, ...]:
+    def shape(self, name: str, wanted_by: str, *, integers: bool = False) -> tuple[int, ...]:
         """Return the shape of a tensor of the family, after the checks that headers allow.
 
         Args:
             name: name of the tensor.
             wanted_by: the parameter that it is for, for messages.
+            integers: the tensor holds integers or flags, and not weights.
 
         Raises:
             CheckpointError: the tensor is missing, or its dtype is not supported.
@@ -67,17 +70,26 @@ class TensorReader:
         if stored is None:
             folder = self._checkpoint.folder
             raise CheckpointError(f"the checkpoint in {folder} has no tensor {shown(name)} (for {wanted_by})")
-        if stored.dtype not in STORED_DTYPES and stored.decode is None:
+        supported = INTEGERS if integers else STORED_DTYPES
+        if stored.dtype not in supported and stored.decode is None:
             raise CheckpointError(
-                f"{stored.path} holds tensor {shown(name)} as {stored.dtype}; {', '.join(STORED_DTYPES)} are supported"
+                f"{stored.path} holds tensor {shown(name)} as {stored.dtype}; {', '.join(supported)} are supported"
             )
         return stored.shape
+
+    def stack_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape [X, out, in] of a quantised tensor of stacked matrices; None for any other tensor."""
+        stored = self._checkpoint.tensors.get(name)
+        is_stack = stored is not None and len(stored.shape) == 3 and self.parts_of(name) != (name,)
+        return stored.shape if stored is not None and is_stack else None
 
     def read(self, name: str) -> Tensor | LayerWeight:
         """Return a tensor as a view of the mapped file; copy it if it must outlive the mapping."""
         if self.parts_of(name) != (name,):
             return self._layer(name)
         stored = self._checkpoint.tensors[name]
+        if stored.dtype in INTEGERS:
+            return self._stored(name)
         if stored.decode is None:
             return self._file(stored).tensor(stored, DTYPES[STORED_DTYPES[stored.dtype]])
         values = stored.decode(self._file(stored).bytes_of(stored))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from quire.errors import CheckpointError, shown
 from quire.models.adapters.merging import MergedAdapter
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.finite_values import check_finite, place_of
 from quire.models.checkpoints.tensor_reader import TensorReader, join_parts
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.encoder import Encoder
@@ -21,8 +21,6 @@ from quire.models.specs.spec import WeightMap
 from quire.models.tensors.dtypes import DTYPES, STORED_DTYPES
 from quire.models.tensors.layer_weight import LayerWeight
 
-# Size of the sample of a tensor's values that is checked.
-SAMPLED = 4096
 # A NaN in a row of an embedding fails only requests with its token; some checkpoints have such rows for unused tokens.
 EMBEDDING = "embedding.weight"
 MOST_BROKEN_ROWS = 0.5
@@ -121,7 +119,7 @@ def _check_parameter(
     for source, stored in zip(sources, shapes, strict=True):
         if stored[1:] != shape[1:] or not stored:
             raise CheckpointError(
-                f"{_place(checkpoint, source)} holds tensor {shown(source)} of shape {list(stored)}, which does not "
+                f"{place_of(checkpoint, source)} holds tensor {shown(source)} of shape {list(stored)}, which does not "
                 f"fit into {name} of shape {list(shape)}"
             )
     rows = sum(stored[0] for stored in shapes)
@@ -139,42 +137,6 @@ def _rows_shape(shape: tuple[int, ...], num_dims: int) -> tuple[int, ...]:
 
 def _as_rows(tensor: Tensor | LayerWeight, num_dims: int) -> Tensor | LayerWeight:
     return tensor.flatten(0, 1) if isinstance(tensor, Tensor) and tensor.dim() == num_dims + 1 else tensor
-
-
-def _place(checkpoint: Checkpoint, name: str) -> Path:
-    """Return the file of a tensor, or the folder if it is stored as several tensors."""
-    stored = checkpoint.tensors.get(name)
-    return checkpoint.folder if stored is None else stored.path
-
-
-def check_finite(checkpoint: Checkpoint, name: str, tensor: Tensor | LayerWeight, *, most: float = 0.0) -> None:
-    """Refuse a tensor with infinite values or NaN, on which every request would fail.
-
-    Only a sample is checked, at almost no cost; a single value may be missed.
-
-    Args:
-        checkpoint: the model's files.
-        name: name of the tensor.
-        tensor: its values.
-        most: share of the sample that may be infinite or NaN.
-
-    Raises:
-        CheckpointError: the share is larger.
-    """
-    if isinstance(tensor, LayerWeight):
-        num_rows, width = tensor.weight.shape
-        step, blocks = max(1, num_rows * width // SAMPLED), tensor.weight.blocks
-        if blocks is not None and bool(blocks.factors_of(step).isfinite().all()):
-            return  # codes of blocks are always finite
-        tensor = tensor.weight.dequantize(slice(0, num_rows, step))
-    # An odd step visits all columns of a matrix, because their number is usually even.
-    sample = tensor.flatten()[:: max(1, tensor.numel() // SAMPLED) | 1]
-    if int(sample.isfinite().sum()) < (1 - most) * sample.numel():
-        count = tensor.numel() - int(tensor.isfinite().sum())
-        raise CheckpointError(
-            f"{_place(checkpoint, name)} holds tensor {shown(name)} with {count:,} of {tensor.numel():,} values "
-            "that are infinite or no numbers"
-        )
 
 
 def _warn_of_unused(checkpoint: Checkpoint, reader: TensorReader, weight_map: WeightMap) -> None:

@@ -16,7 +16,7 @@ from quire.ops.interface.quantized_weight import ScaleDtype
 
 # Names in safetensors of the dtypes of plain weights.
 PLAIN: Final = ("BF16", "F16", "F32")
-# Dtypes of codes, scales, zero points and shapes, by their names in safetensors.
+# Dtypes of codes, scales, zero points, shapes and indices, by their names in safetensors.
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -25,6 +25,7 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
+    "BOOL": torch.bool,
     # An exponent, which is read as a byte.
     "F8_E8M0": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,

@@ -1,0 +1,1 @@
+"""Decoders that transformers builds, run over Quire's paged memory."""
