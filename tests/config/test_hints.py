@@ -93,19 +93,19 @@ def refusal(option: str, name: Any) -> str:
 def test_vllms_names_of_parsers_stand_for_formats_of_the_same_texts(
     option: str, known: tuple[str, ...], formats: dict[str, object]
 ) -> None:
-    flag, wrong = "--" + option.replace("_", "-"), dict[str, Any]({option: "pythonic"})
+    flag, wrong = "--" + option.replace("_", "-"), dict[str, Any]({option: "minicpm5"})
     for name, ours in PARSER_ALIASES[option].items():
         assert (name in formats, ours in formats) == (False, True)
         assert getattr(read_server_config(parse_args(["serve", flag, name])), option) == ours
     with pytest.raises(
-        ConfigError, match=rf"{option} must be one of auto, .*; auto finds .*, got 'pythonic'"
+        ConfigError, match=rf"{option} must be one of auto, .*; auto finds .*, got 'minicpm5'"
     ) as caught:
         ServerConfig(**wrong)
     assert caught.value.field == option
     assert all(name in str(caught.value) for name in (*known, *PARSER_ALIASES[option]))
-    assert str(caught.value) == refusal(option, "pythonic"), "a server and LLM.chat refuse it alike"
-    with pytest.raises(ConfigError, match="got 'pythonic'"):
-        read_server_config(parse_args(["serve", flag, "pythonic"]))
+    assert str(caught.value) == refusal(option, "minicpm5"), "a server and LLM.chat refuse it alike"
+    with pytest.raises(ConfigError, match="got 'minicpm5'"):
+        read_server_config(parse_args(["serve", flag, "minicpm5"]))
 
 
 @pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])

@@ -220,12 +220,24 @@ SAMPLING_HINTS: Final[Mapping[str, str]] = {
 # vLLM's names of parsers whose format has another name in Quire.
 PARSER_ALIASES: Final[Mapping[str, Mapping[str, str]]] = {
     "tool_call_parser": {
+        "cohere_command3": "cohere",
+        "cohere_command4": "cohere",
         "deepseek_v3": "deepseek",
         "deepseek_v31": "deepseek",
+        "ernie45": "hermes",
+        "glm45": "glm",
+        "glm47": "glm",
+        "granite4": "hermes",
+        "hunyuan_a13b": "hunyuan",
+        "jamba": "hunyuan",
         "llama3_json": "llama3",
         "llama4_json": "llama3",
+        "llama4_pythonic": "pythonic",
+        "mimo": "qwen3_xml",
         "openai": "harmony",
+        "phi4_mini_json": "phi4_mini",
         "qwen3_coder": "qwen3_xml",
+        "step3p5": "qwen3_xml",
     },
     "reasoning_parser": {
         "deepseek_r1": "think",

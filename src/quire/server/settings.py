@@ -15,7 +15,12 @@ from quire.errors import ConfigError, InvalidParameter, shown
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
 # "auto", or a format of `quire.text.tool_calls`, whose import would slow the command line's start.
-TOOL_CALL_PARSERS = (*("auto", "deepseek", "gemma4", "harmony", "hermes", "lfm2", "llama3", "mistral", "qwen3_xml"),)
+TOOL_CALL_PARSERS = (
+    *("auto", "apertus", "cohere", "deepseek", "deepseek_v32", "deepseek_v4", "functionary"),
+    *("functiongemma", "gemma4", "gigachat3", "gigachat31", "glm", "granite", "harmony"),
+    *("hermes", "hunyuan", "internlm", "kimi_k2", "lfm2", "llama3", "longcat"),
+    *("minimax_m2", "mistral", "nemotron", "olmo3", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss"),
+)
 # "auto", "none", or a format of `quire.text.reasoning`.
 REASONING_PARSERS = ("auto", "none", "gemma4", "harmony", "think")
 # The name of a header by RFC 9110.

@@ -70,10 +70,10 @@ def merge(pieces: Iterable[Piece]) -> list[Piece]:
     return merged
 
 
-def read_call(text: str, names: Container[str]) -> tuple[str, str] | None:
+def read_call(text: str, names: Container[str], name_key: str = "name") -> tuple[str, str] | None:
     """Return the name and the unchanged arguments of a call that is one JSON object."""
     call = read_object(text)
-    name = None if call is None else call.get("name")
+    name = None if call is None else call.get(name_key)
     if call is None or not isinstance(name, str) or name not in names:
         return None
     keys = [key for key in ARGUMENT_KEYS if key in call]

@@ -10,8 +10,8 @@ from quire.text.tool_calls.grammar import CallRules
 from quire.text.tool_calls.harmony import HarmonyCalls
 from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.markup import (
+    BOTH_WORDS,
     JSON_WORDS,
-    PYTHON_WORDS,
     CallObject,
     JsonArguments,
     KeywordArguments,
@@ -23,10 +23,12 @@ from quire.text.tool_calls.markup_reader import BlockReader
 from quire.text.tool_calls.parser import CallReader, ToolFormat
 from quire.text.tool_calls.value_grammar import ValueSyntax
 
-PYTHON_VALUES = ValueSyntax(words=PYTHON_WORDS, comma=", ", colon=": ")
+# Gemma 4's template writes `None`.
+GEMMA_WORDS = {**JSON_WORDS, "null": BOTH_WORDS["null"]}
+PYTHON_VALUES = ValueSyntax(words=BOTH_WORDS, comma=", ", colon=": ", has_single_quotes=True)
 PYTHON_KEYS = replace(PYTHON_VALUES, colon="=", bare_key="[a-zA-Z0-9_.-]{1,64}")
 GEMMA_VALUES = ValueSyntax(
-    words=JSON_WORDS, comma=",", colon=":", bare_key="[a-zA-Z0-9_.$-]{1,64}", quote='<|"|>', is_sorted=True
+    words=GEMMA_WORDS, comma=",", colon=":", bare_key="[a-zA-Z0-9_.$-]{1,64}", quote='<|"|>', is_sorted=True
 )
 
 # Hermes 2 Pro; Qwen 2.5 and 3.
@@ -43,12 +45,14 @@ MISTRAL_LIST = Markup(
     arguments=CallObject(),
     close="]",
     inner_marks=("[ARGS]", "[CALL_ID]"),
+    id_pattern="[a-zA-Z0-9]{9}",
     id_chars=9,
 )
+MISTRAL_ID_LIST = replace(MISTRAL_LIST, arguments=CallObject(last_key="id"))
 MISTRAL_SPACED_LIST = replace(MISTRAL_LIST, open=" [")
 # Magistral and Devstral: a mark and a name for each call; Small 3.2: also an id.
 MISTRAL_NAMED = replace(MISTRAL_LIST, open="", between=None, name_end="[ARGS]", arguments=JsonArguments(), close="")
-MISTRAL_IDS = replace(MISTRAL_NAMED, id_begin="[CALL_ID]", id_pattern="[a-zA-Z0-9]{9}")
+MISTRAL_IDS = replace(MISTRAL_NAMED, id_begin="[CALL_ID]")
 MISTRAL_UNMARKED = replace(MISTRAL_IDS, name_end="")
 # Qwen3-Coder, Qwen3-Next and Qwen3.5.
 QWEN3_XML = replace(
@@ -96,6 +100,132 @@ DEEPSEEK_FENCED = replace(
     call_begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
     name_end="\n```json\n",
     call_end="\n```<｜tool▁call▁end｜>",
+)
+
+
+# DeepSeek V3.2: an attribute tells strings from other values; V4: another mark.
+DEEPSEEK_V32 = Markup(
+    begin="<｜DSML｜function_calls>",
+    open="\n",
+    between="\n",
+    call_begin='<｜DSML｜invoke name="',
+    name_end='">\n',
+    arguments=TaggedArguments(
+        key_begin='<｜DSML｜parameter name="',
+        key_end='" string="true">',
+        json_key_end='" string="false">',
+        value_end="</｜DSML｜parameter>\n",
+    ),
+    call_end="</｜DSML｜invoke>",
+    close="\n",
+    end="</｜DSML｜function_calls>",
+    inner_marks=("｜DSML｜",),
+)
+DEEPSEEK_V4 = replace(DEEPSEEK_V32, begin="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
+# GLM 4.7 and 5; then GLM 4.5 and 4.6, with line breaks.
+GLM47 = Markup(
+    begin="<tool_call>",
+    arguments=TaggedArguments(key_begin="<arg_key>", key_end="</arg_key><arg_value>", value_end="</arg_value>"),
+    call_end="</tool_call>",
+    inner_marks=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+GLM45 = replace(
+    GLM47,
+    name_end="\n",
+    arguments=TaggedArguments(key_begin="<arg_key>", key_end="</arg_key>\n<arg_value>", value_end="</arg_value>\n"),
+    next_block="\n",
+)
+# Kimi K2.
+KIMI_K2 = Markup(
+    begin="<|tool_calls_section_begin|>",
+    between="",
+    call_begin="<|tool_call_begin|>functions.",
+    id_begin=":",
+    id_pattern="[0-9]+",
+    name_end="<|tool_call_argument_begin|>",
+    arguments=JsonArguments(),
+    call_end="<|tool_call_end|>",
+    end="<|tool_calls_section_end|>",
+    inner_marks=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
+# MiniMax M2.
+MINIMAX_M2 = Markup(
+    begin="<minimax:tool_call>",
+    open="\n",
+    between="\n",
+    call_begin='<invoke name="',
+    name_end='">\n',
+    arguments=TaggedArguments(key_begin='<parameter name="', key_end='">', value_end="</parameter>\n"),
+    call_end="</invoke>",
+    close="\n",
+    end="</minimax:tool_call>",
+)
+# Seed-OSS.
+SEED_OSS = replace(
+    QWEN3_XML,
+    begin="<seed:tool_call>",
+    arguments=TaggedArguments(key_begin="<parameter=", key_end=">", value_end="</parameter>\n"),
+    end="</seed:tool_call>",
+)
+# Granite 3.0 to 3.3.
+GRANITE = Markup(begin="<|tool_call|>", open="[", between=", ", arguments=CallObject(), close="]")
+# Command R7B, Command A.
+COHERE = Markup(
+    begin="<|START_ACTION|>",
+    open="[\n    ",
+    between=",\n    ",
+    arguments=CallObject(name_key="tool_name", arguments_key="parameters", first_key="tool_call_id"),
+    id_pattern="[0-9]+",
+    close="\n]",
+    end="<|END_ACTION|>",
+)
+# Phi-4-mini, Firefunction v2.
+PHI4_MINI = replace(GRANITE, begin="functools")
+# Hunyuan A13B; then Apriel, with ids; then Jamba, with line breaks.
+HUNYUAN = replace(GRANITE, begin="<tool_calls>", end="</tool_calls>")
+HUNYUAN_IDS = replace(HUNYUAN, arguments=CallObject(last_key="id"), id_pattern="[a-zA-Z0-9_-]{1,64}")
+HUNYUAN_LINES = replace(HUNYUAN, open="[\n    ", between=",\n    ", close="\n]")
+# Nemotron Nano 2, Nemotron Super 1.5.
+NEMOTRON = replace(GRANITE, begin="<TOOLCALL>", end="</TOOLCALL>")
+# Apertus: objects whose only key is the function's name.
+APERTUS = Markup(
+    begin="<|tools_prefix|>",
+    open="[",
+    between=", ",
+    call_begin='{"',
+    name_end='": ',
+    arguments=JsonArguments(),
+    call_end="}",
+    close="]",
+    end="<|tools_suffix|>",
+)
+# GigaChat 3; then 3.1.
+GIGACHAT3 = Markup(begin="function call<|role_sep|>", open="\n", arguments=CallObject(), inner_marks=("<|role_sep|>",))
+GIGACHAT31 = Markup(begin="<|function_call|>", arguments=CallObject())
+# InternLM 2.5 and 3.
+INTERNLM = Markup(
+    begin="<|action_start|><|plugin|>",
+    open="\n",
+    arguments=CallObject(arguments_key="parameters"),
+    end="<|action_end|>",
+    inner_marks=("<|action_start|>", "<|plugin|>"),
+)
+# LongCat-Flash.
+LONGCAT = replace(HERMES, begin="<longcat_tool_call>", end="</longcat_tool_call>")
+# Functionary 3.1, and Llama 3.1 with functions of the user's own.
+FUNCTIONARY = Markup(begin="<function=", name_end=">", arguments=JsonArguments(), call_end="</function>")
+# Llama 3.2 and 4: a list in Python's syntax, whose marks only Llama 4 writes.
+PYTHONIC = replace(LFM2, begin="<|python_start|>", end="<|python_end|>", may_be_bare=True)
+# OLMo 3: a call in Python's syntax on each line.
+OLMO3 = replace(LFM2, begin="<function_calls>", open="\n", between="\n", close="\n", end="</function_calls>")
+# FunctionGemma: Gemma 4's syntax with other marks.
+FUNCTION_GEMMA_VALUES = replace(GEMMA_VALUES, quote="<escape>")
+FUNCTION_GEMMA = replace(
+    GEMMA4,
+    begin="<start_function_call>",
+    arguments=KeywordArguments(keys=FUNCTION_GEMMA_VALUES, values=FUNCTION_GEMMA_VALUES),
+    end="<end_function_call>",
+    inner_marks=(FUNCTION_GEMMA_VALUES.quote,),
 )
 
 
@@ -155,26 +285,52 @@ class MarkupFormat:
         return replace(self, markups=(markup, *(other for other in self.markups if other != markup)))
 
 
+MISTRAL = (MISTRAL_LIST, MISTRAL_SPACED_LIST, MISTRAL_ID_LIST, MISTRAL_NAMED, MISTRAL_IDS, MISTRAL_UNMARKED)
 ALL: tuple[ToolFormat, ...] = (
+    MarkupFormat("apertus", (APERTUS,)),
+    MarkupFormat("cohere", (COHERE,)),
     MarkupFormat("deepseek", (DEEPSEEK, DEEPSEEK_FENCED)),
+    MarkupFormat("deepseek_v32", (DEEPSEEK_V32,)),
+    MarkupFormat("deepseek_v4", (DEEPSEEK_V4,)),
+    MarkupFormat("functionary", (FUNCTIONARY,)),
+    MarkupFormat("functiongemma", (FUNCTION_GEMMA,)),
     MarkupFormat("gemma4", (GEMMA4,)),
+    MarkupFormat("gigachat3", (GIGACHAT3,)),
+    MarkupFormat("gigachat31", (GIGACHAT31,)),
+    MarkupFormat("glm", (GLM47, GLM45)),
+    MarkupFormat("granite", (GRANITE,)),
     HarmonyCalls(),
     MarkupFormat("hermes", (HERMES,)),
+    MarkupFormat("hunyuan", (HUNYUAN, HUNYUAN_IDS, HUNYUAN_LINES)),
+    MarkupFormat("internlm", (INTERNLM,)),
+    MarkupFormat("kimi_k2", (KIMI_K2,)),
     MarkupFormat("lfm2", (LFM2,)),
     MarkupFormat("llama3", (LLAMA3,)),
-    MarkupFormat("mistral", (MISTRAL_LIST, MISTRAL_SPACED_LIST, MISTRAL_NAMED, MISTRAL_IDS, MISTRAL_UNMARKED)),
+    MarkupFormat("longcat", (LONGCAT,)),
+    MarkupFormat("minimax_m2", (MINIMAX_M2,)),
+    MarkupFormat("mistral", MISTRAL),
+    MarkupFormat("nemotron", (NEMOTRON,)),
+    MarkupFormat("olmo3", (OLMO3,)),
+    MarkupFormat("phi4_mini", (PHI4_MINI,)),
+    MarkupFormat("pythonic", (PYTHONIC,)),
     MarkupFormat("qwen3_xml", (QWEN3_XML,)),
+    MarkupFormat("seed_oss", (SEED_OSS,)),
 )
 FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in ALL}
-# The texts by which a template shows a format: all of one of the groups.
+# The texts by which a template shows a format: all of one of the groups; by default, the marker of calls. No groups:
+# the format has to be set by its name.
 SHOWN_BY: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "deepseek": ((DEEPSEEK.begin,),),
-    "gemma4": ((GEMMA4.begin,),),
+    "deepseek_v32": (("｜DSML｜", "function_calls>"),),
+    "deepseek_v4": (("｜DSML｜", "'tool_calls>"),),
+    "functionary": (),
+    "gigachat3": (),
+    "gigachat31": (),
+    "glm": ((GLM47.begin, "<arg_key>"),),
     "harmony": (("<|channel|>", "functions."),),
-    "hermes": ((HERMES.begin,),),
     "lfm2": tuple((mark,) for mark in SHOWN),
     "llama3": ((LLAMA3.begin,), ('"parameters": dictionary',)),
-    "mistral": ((MISTRAL_LIST.begin,),),
+    "phi4_mini": (("functools[",),),
+    "pythonic": (),
     "qwen3_xml": ((QWEN3_XML.begin, "<function=", "<parameter="),),
 }
 # Texts of other formats with the same marker.
@@ -182,6 +338,7 @@ NOT_SHOWN_BY: Mapping[str, tuple[str, ...]] = {"hermes": ("<function=", "<arg_ke
 # Markups that are not their format's first one, and the texts by which a template of the format shows them.
 MARKUPS_SHOWN_BY: tuple[tuple[Markup, tuple[str, ...]], ...] = (
     (DEEPSEEK_FENCED, ("```json",)),
+    (GLM45, ("</arg_key>\n",)),
     (MISTRAL_IDS, ("[ARGS]", "[CALL_ID]")),
     (MISTRAL_NAMED, ("[ARGS]",)),
     (MISTRAL_SPACED_LIST, ("[TOOL_CALLS] [",)),
@@ -205,5 +362,5 @@ def choose_format(name: str, template: str) -> ToolFormat | None:
 
 def _is_shown(name: str, template: str) -> bool:
     """Return whether a chat template shows a format to the model."""
-    is_shown = any(all(text in template for text in group) for group in SHOWN_BY[name])
+    is_shown = any(all(text in template for text in group) for group in SHOWN_BY.get(name, ((FORMATS[name].marker,),)))
     return is_shown and not any(text in template for text in NOT_SHOWN_BY.get(name, ()))

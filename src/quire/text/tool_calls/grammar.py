@@ -108,7 +108,13 @@ def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str
     lines = [f"TEXT: {text}", f"written[lazy]: TEXT {literal(mark)}"]
     endings = ["written"]
     if mark in rules.tokens:
-        endings.append(f"TEXT <[{rules.tokens[mark]}]>")
+        endings.append(f"TEXT {written(mark, rules.tokens)}")
+    elif any(one in mark for one in rules.tokens):
+        # The beginning of the mark is text, so it belongs to the terminal.
+        token = max((one for one in rules.tokens if one in mark), key=len)
+        begin, _, end = mark.partition(token)
+        lines.append(f"BEGUN: {text} & /(?s:.*){re.escape(begin)}/")
+        endings.append(joined("BEGUN", f"<[{rules.tokens[token]}]>", written(end, rules.tokens)))
     parts = ""
     if others := sorted(set(rules.text_tokens) - set(rules.tokens.values())):
         begun = "|".join(re.escape(mark[:length]) for length in range(1, len(mark)))

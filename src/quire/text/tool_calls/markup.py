@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 from quire.text.tool_calls.value_grammar import ValueSyntax
 
-# Words of JSON, and Python's words for the same values.
-JSON_WORDS: Mapping[str, str] = {word: word for word in ("true", "false", "null")}
-PYTHON_WORDS: Mapping[str, str] = {"true": "True", "false": "False", "null": "None"}
+# Words for values: of JSON, and also Python's, which many templates write.
+JSON_WORDS: Mapping[str, tuple[str, ...]] = {word: (word,) for word in ("true", "false", "null")}
+BOTH_WORDS: Mapping[str, tuple[str, ...]] = {
+    "true": ("true", "True"),
+    "false": ("false", "False"),
+    "null": ("null", "None"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +24,14 @@ class CallObject:
     Args:
         name_key: key of the name.
         arguments_key: key of the arguments; `ARGUMENT_KEYS` are all read.
+        first_key: key of an id before the name; "" if there is none.
+        last_key: key of an id after the arguments, which may be left out; "" if there is none.
     """
 
     name_key: str = "name"
     arguments_key: str = "arguments"
+    first_key: str = ""
+    last_key: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +47,14 @@ class TaggedArguments:
         key_begin: text before a key.
         key_end: text between a key and its value. Only if it ends with a line break, one before the value is left out.
         value_end: text after a value; likewise with a line break at its beginning.
+        json_key_end: text in place of `key_end` before a value that is JSON; "" if the schema alone tells strings from
+            other values.
     """
 
     key_begin: str
     key_end: str
     value_end: str
+    json_key_end: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +89,10 @@ class Markup:
         between: text between two calls of a block; None if a block has one call.
         close: text after the last call.
         end: mark after it; "" if there is none.
-        next_block: text between two blocks of outputs without other text, if a block has one call.
+        next_block: text between two blocks of outputs without other text, if a block has one call; it may be left out.
         call_begin: text before the name.
         id_begin: text before an id of the call after the name, which may be left out; "" if there are no ids.
-        id_pattern: regular expression of these ids.
+        id_pattern: regular expression of ids of calls.
         name_end: text between the name and the arguments.
         call_end: text after the arguments.
         inner_marks: further texts for which a tokenizer may have single tokens.

@@ -22,16 +22,20 @@ def markup_grammar(markup: Markup, rules: CallRules) -> str:
     heads, tails, lines = _calls(markup, rules)
     is_list = markup.between is not None
     more = f"({joined(fixed(markup.between or ''), 'call')})*" if is_list and rules.is_parallel else ""
+    block = joined(fixed(markup.open), "call", more, fixed(markup.close))
     lines = [
-        f"body: {joined(fixed(markup.open), 'call', more, fixed(markup.close), fixed(markup.end))}",
+        f"body: {joined(block, fixed(markup.end))}",
         f"call: {' | '.join(map(joined, heads, tails))}",
         *lines,
     ]
     # One block contains all calls of a list.
     may_repeat = rules.is_parallel and not is_list
+    if rules.is_required and markup.may_be_bare:
+        return whole([f"start: {block}", *lines[1:]])
     if rules.is_required:
-        begin = "" if markup.may_be_bare else fixed(markup.begin)
-        repeated = f"({joined(fixed(markup.next_block), begin, 'body')})*" if may_repeat else ""
+        begin = fixed(markup.begin)
+        next_block = f"{fixed(markup.next_block)}?" if markup.next_block else ""
+        repeated = f"({joined(next_block, begin, 'body')})*" if may_repeat else ""
         return whole([f"start: {joined(begin, 'body', repeated)}", *lines])
     if markup.may_be_bare:
         return whole([*_bare_or_marked(markup, rules, tails), *lines])
@@ -46,13 +50,16 @@ def _calls(markup: Markup, rules: CallRules) -> tuple[list[str], list[str], list
     tails: list[str] = []
     lines: list[str] = []
     fixed = partial(written, tokens=rules.tokens)
+    id_text = f'/"{markup.id_pattern}"/'
     call_id = joined(fixed(markup.id_begin), f"/{markup.id_pattern}/") if markup.id_begin else ""
     for idx, function in enumerate(rules.functions):
         if isinstance(form, CallObject):
             # Lexemes are tokens of JSON. The lexer takes the longest one, so longer ones would exclude other objects.
-            parts = ["{", f'"{form.name_key}"', ": ", f'"{function.name}"', ", ", f'"{form.arguments_key}"', ": "]
-            heads.append(joined(*map(literal, parts)))
-            tails.append(f'args_{idx} "}}"')
+            named = (*_key(form.name_key), literal(f'"{function.name}"'), literal(", "), *_key(form.arguments_key))
+            first = (*_key(form.first_key), id_text, literal(", ")) if form.first_key else ()
+            last = f"({joined(literal(', '), *_key(form.last_key), id_text)})?" if form.last_key else ""
+            heads.append(joined(literal("{"), *first, *named))
+            tails.append(joined(f"args_{idx}", last, literal("}")))
             continue
         before, name_end = fixed(markup.call_begin + function.name), fixed(markup.name_end)
         heads.append(joined(before, f"({call_id})?" if call_id else "", name_end))
@@ -99,6 +106,11 @@ def _bare_or_marked(markup: Markup, rules: CallRules, tails: Iterable[str]) -> l
         *lines,
         *free_text(replace(rules, text_tokens=()), markup.begin, text),
     ]
+
+
+def _key(key: str) -> tuple[str, str]:
+    """Return the lexemes of a key and the text after it."""
+    return literal(f'"{key}"'), literal(": ")
 
 
 def _begun(markup: Markup, name: str) -> str:

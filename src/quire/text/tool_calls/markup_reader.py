@@ -14,9 +14,10 @@ from quire.text.tool_calls.object_calls import Call, stream_arguments, stream_ca
 from quire.text.tool_calls.parser import CallReader
 from quire.text.tool_calls.typed_values import typed_json
 from quire.text.tool_calls.value_grammar import ABILITIES
-from quire.text.tool_calls.value_reading import CallWriter, ValueReader
+from quire.text.tool_calls.value_reading import CallWriter, ValueReader, literal_json
 
 MAX_KEY_CHARS = 256
+ANY_TYPE = frozenset({"null", "boolean", "integer", "number", "array", "object"})
 # The call and the position after it; no call if its pieces were yielded while it arrived.
 CallReading = Generator[Piece | None, None, tuple[Call | None, int] | None]
 
@@ -87,8 +88,8 @@ class BlockReader:
         arguments = self.markup.arguments
         if isinstance(arguments, CallObject):
             if not self.state.is_forced:
-                return (yield from whole_call(self.incoming, pos, self.state.functions))
-            end = yield from stream_call(self.incoming, pos, self.state)
+                return (yield from whole_call(self.incoming, pos, self.state.functions, arguments.name_key))
+            end = yield from stream_call(self.incoming, pos, self.state, arguments)
             return None if end is None else (None, end)
         named = yield from self._name(pos)
         begin = None if named is None else (yield from self._fixed(named[1], self.markup.name_end))
@@ -151,6 +152,10 @@ class BlockReader:
         colon, close = arguments.keys.colon.strip(), self.markup.call_end.strip()
         return values.call(self.incoming, pos, writer, colon, close)
 
+    def _is_ending(self, cut: str, arguments: TaggedArguments) -> bool:
+        """Return whether the last text of an output begins the end of a call, and no other argument."""
+        return self.markup.call_end.startswith(cut) and not arguments.key_begin.startswith(cut)
+
     def _tagged(self, pos: int, arguments: TaggedArguments, function: Function, writer: CallWriter) -> Reading:
         """Read arguments between tags, and the end of the call; return None if they are broken."""
         incoming, schema = self.incoming, read_schema(function, ABILITIES)
@@ -162,14 +167,25 @@ class BlockReader:
             closed = yield from self._fixed(pos, self.markup.call_end)
             if closed is not None:
                 return closed
+            if incoming.is_ended and self._is_ending(incoming.text[pos:].strip(), arguments):
+                return len(incoming.text)
             begin = yield from self._fixed(pos, arguments.key_begin)
             end = None if begin is None else (yield from incoming.matching(begin, key_pattern, MAX_KEY_CHARS))
             opened = None if end is None else (yield from self._fixed(end, arguments.key_end))
+            is_json = opened is None and end is not None and bool(arguments.json_key_end)
+            if is_json and end is not None:
+                opened = yield from self._fixed(end, arguments.json_key_end)
             after = None if opened is None else (yield from incoming.past(opened, mark, unless))
             if opened is None or after is None:
                 return None
             key, text = incoming.text[begin:end], incoming.text[opened : after - len(mark)]
             text = text.removeprefix("\n") if arguments.key_end.endswith("\n") else text
             text = text.removesuffix("\n") if arguments.value_end.startswith("\n") else text
-            yield from writer.member(key, typed_json(text, types_of(schema, key)))
+            kinds = types_of(schema, key)
+            if arguments.json_key_end:
+                kinds = ANY_TYPE if is_json else frozenset()
+            value = typed_json(text, kinds)
+            if value.startswith('"') and kinds & {"array", "object"}:
+                value = literal_json(text) or value
+            yield from writer.member(key, value)
             pos = after

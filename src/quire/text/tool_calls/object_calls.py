@@ -6,13 +6,14 @@ from collections.abc import Container, Generator
 
 from quire.text.tool_calls.calls import ARGUMENT_KEYS, CallDelta, Piece, read_call, read_object
 from quire.text.tool_calls.incoming import Incoming, Reading
+from quire.text.tool_calls.markup import CallObject
 from quire.text.tool_calls.parser import CallReader
 
 Call = tuple[str, str]
 
 
 def whole_call(
-    incoming: Incoming, pos: int, names: Container[str]
+    incoming: Incoming, pos: int, names: Container[str], name_key: str
 ) -> Generator[Piece | None, None, tuple[Call, int] | None]:
     """Read a whole object; return its call, and its end."""
     begin = yield from incoming.past_space(pos)
@@ -20,21 +21,24 @@ def whole_call(
     end = yield from incoming.json_object(begin)
     if end is None:
         return None
-    call = read_call(incoming.text[begin:end], names)
+    call = read_call(incoming.text[begin:end], names, name_key)
     return None if call is None else (call, end)
 
 
-def stream_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
+def stream_call(incoming: Incoming, pos: int, reader: CallReader, form: CallObject) -> Reading:
     """Read an object that a grammar constrains; yield the call while it arrives, from the start of its arguments."""
     begin = yield from incoming.literal(pos, "{")
     if begin is None:
         return None
-    head = yield from _head(incoming, begin, reader)
+    head = yield from _head(incoming, begin, reader, form)
     if head is None:
         return None
     name, begin = head
     end = yield from stream_arguments(incoming, begin, reader, name)
     assert end is not None
+    comma = (yield from incoming.literal(end, ",")) if form.last_key else None
+    last = None if comma is None else (yield from _member(incoming, comma))
+    end = end if last is None else last[2]
     closed = yield from incoming.literal(end, "}", may_be_cut=True)
     return end if closed is None else closed
 
@@ -63,13 +67,15 @@ def read_arguments(incoming: Incoming, begin: int, reader: CallReader, name: str
     return end
 
 
-def _head(incoming: Incoming, pos: int, reader: CallReader) -> Generator[Piece | None, None, tuple[str, int] | None]:
-    """Read `"name": "...", "arguments":`, optionally after `"type": "function",`; return the name and the end."""
+def _head(
+    incoming: Incoming, pos: int, reader: CallReader, form: CallObject
+) -> Generator[Piece | None, None, tuple[str, int] | None]:
+    """Read `"name": "...", "arguments":`, optionally after an id or a type; return the name and the end."""
     member = yield from _member(incoming, pos)
-    if member is not None and member[:2] == ("type", "function"):
+    if member is not None and (member[:2] == ("type", "function") or member[0] == form.first_key):
         comma = yield from incoming.literal(member[2], ",")
         member = None if comma is None else (yield from _member(incoming, comma))
-    if member is None or member[0] != "name" or member[1] not in reader.functions:
+    if member is None or member[0] != form.name_key or member[1] not in reader.functions:
         return None
     _, name, pos = member
     reader.note_name(name)

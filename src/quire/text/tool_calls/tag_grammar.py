@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quire.text.schemas.forms import Array, Boolean, Form, Null, Number, Object, State, Text
@@ -11,10 +11,10 @@ from quire.text.schemas.patterns import quoted
 from quire.text.tool_calls.argument_schema import forms_of, objects_of, types_of
 from quire.text.tool_calls.calls import Function
 from quire.text.tool_calls.grammar import joined, literal, written
-from quire.text.tool_calls.markup import JSON_WORDS, TaggedArguments
+from quire.text.tool_calls.markup import BOTH_WORDS, JSON_WORDS, TaggedArguments
 from quire.text.tool_calls.value_grammar import ValueRules, ValueSyntax, repeated
 
-# All values except strings are JSON.
+# All values except strings are JSON, but words may be Python's.
 SYNTAX = ValueSyntax(words=JSON_WORDS, comma=", ", colon=": ")
 KEY_SYNTAX = replace(SYNTAX, bare_key="[a-zA-Z0-9_.-]{1,64}")
 # Name of a type -> regular expression of the texts that are read as its values, without white space around them.
@@ -53,36 +53,50 @@ class TagRules:
         schema, parts = self.values.schema, []
         for key, state in schema_form.properties:
             if schema.forms(state):
-                head = self._fixed(f"{self.form.key_begin}{key}{self.form.key_end}")
-                value = self._value(state, types_of(schema, key))
+                head = self._fixed(f"{self.form.key_begin}{key}")
+                value = self._valued(state, types_of(schema, key))
                 parts.append(f"({head} {value}){'' if key in schema_form.required else '?'}")
         if schema.forms(schema_form.additional):
             name = self.values.other_key(KEY_SYNTAX, [key for key, _ in schema_form.properties])
-            value = self._value(schema_form.additional, types_of(schema, None))
-            part = joined(self._fixed(self.form.key_begin), name, self._fixed(self.form.key_end), value)
+            value = self._valued(schema_form.additional, types_of(schema, None))
+            part = joined(self._fixed(self.form.key_begin), name, value)
             parts.append(repeated(part, schema_form.min_others, schema_form.max_others))
         return " ".join(parts) or literal("")
 
     def _fixed(self, text: str) -> str:
         return written(text, self.values.tokens)
 
-    def _value(self, state: State, read: Collection[str]) -> str:
-        """Return the expression of an argument's value and its end."""
+    def _valued(self, state: State, read: Collection[str]) -> str:
+        """Return the expression of an argument after its key."""
         forms = forms_of(self.values.schema, state)
-        end = self._fixed(self.form.value_end)
+        key_end, end = self._fixed(self.form.key_end), self._fixed(self.form.value_end)
         texts = [form for form in forms if isinstance(form, Text)]
-        if not texts:
-            return f"({self.values.options(forms)}) {end}"
+        others = [form for form in forms if not isinstance(form, Text)]
+        if not self.form.json_key_end:
+            value = self._mixed(forms, texts, read, end) if texts else f"({self._options(forms)}) {end}"
+            return joined(key_end, value)
+        options = [joined(key_end, self._ended(self.values.text(texts)))] if texts else []
+        if others:
+            options.append(f"{self._fixed(self.form.json_key_end)} ({self.values.options(others)}) {end}")
+        return f"({' | '.join(options)})"
+
+    def _mixed(self, forms: Sequence[Form], texts: Sequence[Text], read: Collection[str], end: str) -> str:
+        """Return the expression of a value that may be a string, and of its end."""
         # The lexer takes the longest terminal, so values that may begin alike share one terminal: strings and, as far
         # as they have an expression, words and numbers. Strings that would be read as other values are excluded.
         apart = [form for form in forms if isinstance(form, Array | Object) or _is_limited(form)]
-        options = [f"({self.values.options(apart)}) {end}"] if apart else []
+        options = [f"({self._options(apart)}) {end}"] if apart else []
         free = {kind for form in forms if form not in apart for kind in _free_types(form)}
         spellings = [SPELLINGS[kind] for kind in sorted(SPELLINGS.keys() & set(read) - free)]
         spellings += ["-?[0-9](?s:.*)"] if any(map(_is_limited, apart)) else []
         excluded = f"[ \\t\\n\\r]*({'|'.join(spellings)})[ \\t\\n\\r]*" if spellings else ""
         others = "|".join(filter(None, (_written(form) for form in forms if form not in apart)))
         return f"({' | '.join([*options, self._ended(self.values.text(texts, excluded, others))])})"
+
+    def _options(self, forms: Sequence[Form]) -> str:
+        """Return the expression of a value that is no string."""
+        words = [word for form in forms for one in _constants(form) for word in BOTH_WORDS[one][1:]]
+        return " | ".join([self.values.options(forms), *map(literal, words)])
 
     def _ended(self, text: str) -> str:
         """Return the expression of a text up to the first end of a value."""
@@ -114,6 +128,11 @@ def _written(form: Form) -> str:
         return "|".join(quoted(json.dumps(value)) for value in form.constants)
     if isinstance(form, Number):
         return INTEGER if form.is_integer else rf"{INTEGER}(\.[0-9]+)?({EXPONENT})?"
+    return "|".join(word for one in _constants(form) for word in BOTH_WORDS[one])
+
+
+def _constants(form: Form) -> Sequence[str]:
+    """Return JSON's words for the values of a form."""
     if isinstance(form, Boolean):
-        return "|".join(json.dumps(value) for value in form.values)
-    return "null" if isinstance(form, Null) else ""
+        return [json.dumps(value) for value in form.values]
+    return ["null"] if isinstance(form, Null) else ()

@@ -20,6 +20,9 @@ from quire.text.tool_calls.grammar import literal
 ABILITIES = Abilities(has_name_patterns=False)
 # A JSON string with short escapes only, so that each key has one spelling.
 QUOTED_KEY = r'"([^"\\\x00-\x1f]|\\["\\nrtbf])*"'
+APOSTROPHE = "'"
+# A string of Python without escapes.
+SINGLE_QUOTED = r"'[^'\\]*'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +30,21 @@ class ValueSyntax:
     """The spelling of values.
 
     Args:
-        words: spelling of true, false and null.
+        words: spellings of true, false and null.
         comma: separator of members and of items.
         colon: separator of a key and a value.
         bare_key: regular expression of the keys that are written without quotes; "" to quote all keys.
         quote: marker before and after a string without escapes; "" for JSON strings.
+        has_single_quotes: True if strings without escapes may be between single quotes.
         is_sorted: True if keys are in alphabetical order.
     """
 
-    words: Mapping[str, str]
+    words: Mapping[str, tuple[str, ...]]
     comma: str
     colon: str
     bare_key: str = ""
     quote: str = ""
+    has_single_quotes: bool = False
     is_sorted: bool = False
 
 
@@ -126,12 +131,12 @@ class ValueRules:
         if isinstance(form, Number):
             return self._number(form)
         if isinstance(form, Boolean):
-            return " | ".join(literal(words[json.dumps(value)]) for value in form.values)
+            return " | ".join(literal(word) for value in form.values for word in words[json.dumps(value)])
         if isinstance(form, Array):
             return f'"[" {self._items(form)} "]"'
         if isinstance(form, Object):
             return f'"{{" {self.members(form, self.syntax)} "}}"'
-        return literal(words["null"])
+        return " | ".join(map(literal, words["null"]))
 
     def _number(self, form: Number) -> str:
         if form.constants is not None:
@@ -142,7 +147,11 @@ class ValueRules:
         """Return the rule expression of a string with its quotes."""
         quote = self.syntax.quote
         if not quote:
-            return self.rule(_json(text_schema(form)), _json({"type": "string"}))
+            string = self.rule(_json(text_schema(form)), _json({"type": "string"}))
+            if not self.syntax.has_single_quotes:
+                return string
+            plain = f"/{SINGLE_QUOTED}/"
+            return f"{string} | {self.rule(f'{plain} & {_text(form, APOSTROPHE)}', plain, letter='Q')}"
         text = self.text([form])
         ended = self.rule(f"{text} {literal(quote)}", option="[lazy]")
         if quote not in self.tokens:
@@ -192,12 +201,12 @@ class ValueRules:
         return f"{quote}{key}{quote}" if quote else json.dumps(key, ensure_ascii=False)
 
 
-def _text(form: Text) -> str:
-    """Return the expression of a string for a terminal."""
+def _text(form: Text, quote: str = "") -> str:
+    """Return the expression of a string for a terminal, between quotes if there are any."""
     most = "" if form.max_length is None else form.max_length
     limits = f"{{{form.min_length},{most}}}" if form.min_length or form.max_length is not None else "*"
     begin = f"(?s:.{limits})" if form.constants is None else "|".join(map(quoted, form.constants))
-    return " & ".join(f"/({one})/" for one in (begin, *form.patterns))
+    return " & ".join(f"/{quote}({one}){quote}/" for one in (begin, *form.patterns))
 
 
 def repeated(part: str, least: int, most: int | None) -> str:

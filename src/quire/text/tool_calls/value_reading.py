@@ -171,6 +171,20 @@ class ValueReader:
             is_first = False
 
 
+def literal_json(text: str) -> str | None:
+    """Return the JSON of a list or an object in Python's syntax, which some templates write; None for other texts."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return None
+    incoming = Incoming(text.strip())
+    incoming.is_ended = True
+    try:
+        next(ValueReader().value(incoming, 0))
+    except StopIteration as end:
+        found: tuple[str, int] | None = end.value
+        return found[0] if found is not None and found[1] == len(incoming.text) else None
+    raise AssertionError("a reading of a whole text waits for more")
+
+
 def _quoted(incoming: Incoming, pos: int) -> ValueReading:
     """Read a string in single or double quotes."""
     quote = incoming.text[pos]
