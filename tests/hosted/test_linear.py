@@ -70,7 +70,8 @@ class Reader(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.plain(self.table(ids))
         x = self.twice(self.twice(x)) + self.part(x[:, :2]).sum()
-        return self.read(x.to(self.read.weight.dtype))
+        result: torch.Tensor = self.read(x.to(self.read.weight.dtype))
+        return result
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
