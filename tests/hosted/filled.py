@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "v_head_dim": 8, "first_k_dense_replace": 1}
     | {"num_key_value_heads": 4},
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "sarvam_moe": SIZES | EXPERTS | {"num_experts": 4, "n_group": 2, "topk_group": 1, "head_dim": 8},
 }
 
 

@@ -32,6 +32,19 @@ from quire.models.tensors.dtypes import STORED_DTYPES
 Values = Mapping[str, Sequence[Reading]]
 
 
+class _Unchanged:
+    """A module as the operations of the table see it: with its parameters, also when layers are replaced later."""
+
+    def __init__(self, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+        self._module, self._state = module, state
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._state[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 class Conversions(NamedTuple):
     """The tensors of a module in a checkpoint.
 
@@ -79,7 +92,7 @@ def read_conversions(module: Any, checkpoint: Checkpoint, reader: TensorReader) 
         else:
             _add(readings, target, reading)
     for target, (converter, values) in collected.items():
-        for name, made in _convert(converter, values, target, module, state).items():
+        for name, made in _convert(converter, values, target, _Unchanged(module, state), state).items():
             _add(readings, name, made)
     return Conversions(readings, tuple(unused))
 
@@ -109,7 +122,7 @@ def _add(readings: dict[str, Reading], name: str, reading: Reading) -> None:
 
 
 def _convert(
-    converter: Any, values: Values, target: str, module: nn.Module, state: Mapping[str, Tensor]
+    converter: Any, values: Values, target: str, module: _Unchanged, state: Mapping[str, Tensor]
 ) -> dict[str, Reading]:
     """Return what a converter makes of the tensors that it matches, by name in the module.
 
@@ -140,7 +153,7 @@ def _apply(
     values: Values,
     converter: Any,
     target: str,
-    module: nn.Module,
+    module: _Unchanged,
     state: Mapping[str, Tensor],
     *,
     is_first: bool,
