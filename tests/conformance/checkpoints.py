@@ -107,7 +107,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "n_routed_experts": 6,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
+            "moe_intermediate_size": 64,
             "routed_scaling_factor": 1.5,
         },
     ),
@@ -308,6 +308,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 64,
         },
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {
+            **_SMALL,
+            "attn_layer_indices": [1],
+            "mamba_expand": 1,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+        },
+    ),
     "lfm2-moe": (
         "Lfm2Moe",
         {
@@ -339,6 +367,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 POOL_FACTORS = {
     **dict.fromkeys(("lfm2", "lfm2-moe"), 2),
     **dict.fromkeys(("granite4", "granite4-moe", "falcon-h1", "falcon-h1-norm", "qwen3.5", "qwen3.5-moe"), 4),
+    **dict.fromkeys(("bamba", "qwen3-next"), 4),
 }
 
 

@@ -25,7 +25,7 @@ from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpo
 # Families of attention and gated perceptrons alone.
 DENSE = ("bundled", "llama2", "llama3", "mistral", "mistral-window", "phi3", "qwen2", "qwen2-window", "qwen3")
 # And those with gates of attention, gated delta nets, short convolutions, or experts.
-FUSED = (*DENSE, "gpt-oss", "lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe")
+FUSED = (*DENSE, "glm4-moe", "gpt-oss", "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 # Weights that were trained, a window, and states beside experts; the others under every history are slow.
 REPRESENTATIVES = ("bundled", "mistral-window", "qwen3.5-moe")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -112,7 +112,7 @@ def folder(request: pytest.FixtureRequest, folders: Callable[[str], Path]) -> Pa
 @pytest.fixture
 def few_blocks(request: pytest.FixtureRequest) -> int:
     """Return a number of blocks that preempts sequences; states in float32 take many blocks of so small a cache."""
-    return {"lfm2": 24, "lfm2-moe": 24, "qwen3.5": 64, "qwen3.5-moe": 64}.get(
+    return {"lfm2": 24, "lfm2-moe": 24, "qwen3-next": 64, "qwen3.5": 64, "qwen3.5-moe": 64}.get(
         request.node.callspec.params["folder"], 12
     )
 

@@ -29,6 +29,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 NEAR, FULL = "sliding_attention", "full_attention"
@@ -360,6 +362,26 @@ EXPERT_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 48,
             "rms_norm_eps": 1e-3,
+        },
+    ),
+    # Two value heads to a key head, whose rows are together.
+    "qwen3-next": (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+            "rms_norm_eps": 1e-2,
         },
     ),
     # Experts after the first layer, which are not chosen by the scores that weigh them.

@@ -226,6 +226,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         rms_norm_eps=1e-5, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False,
     ),
+    "Qwen3-Next 80B A3B": llama(
+        2048, 48, 16, 2, 5120, 151936, architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", head_dim=256,
+        **DELTA_NET, linear_num_key_heads=16, linear_num_value_heads=32, full_attention_interval=4, num_experts=512,
+        num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512, mlp_only_layers=[],
+        decoder_sparse_step=1, norm_topk_prob=True, partial_rotary_factor=0.25, rope_theta=10000000,
+        max_position_embeddings=262144,
+    ),
+    "Bamba 9B": llama(
+        4096, 32, 32, 8, 14336, 128256, architectures=["BambaForCausalLM"], model_type="bamba", mamba_n_heads=128,
+        attn_layer_indices=[9, 18, 27], mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4, mamba_expand=2,
+        mamba_d_head=64, max_position_embeddings=262144,
+    ),
     "Qwen3.5 of 24 layers": {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "tie_word_embeddings": True,

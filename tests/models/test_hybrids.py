@@ -19,6 +19,7 @@ from tests.models.published import CONFIGS, rope_parameter
 LFM2 = {"architectures": ["Lfm2ForCausalLM"]}
 GRANITE = CONFIGS["Granite 4.0 H-350M"]
 FALCON = CONFIGS["Falcon-H1 0.5B"]
+BAMBA, QWEN3_NEXT = CONFIGS["Bamba 9B"], CONFIGS["Qwen3-Next 80B A3B"]
 NORMED = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
 
 
@@ -102,6 +103,16 @@ def test_falcon_as_released() -> None:
     assert read(FALCON, **NORMED).layers[0].parts[1].norm == spec.norm
 
 
+def test_bamba_as_released() -> None:
+    """Attention in three of 32 layers, in both dialects; half of each of its heads is rotated."""
+    spec = read(BAMBA)
+    assert [idx for idx, kind in enumerate(kinds(spec)) if kind is Attention] == [9, 18, 27]
+    assert spec.layers[0].mixer == Mamba2(128, 64, 1, 128, 4, spec.norm)
+    assert spec.layers[9].mixer.rope == Rope(10000.0, num_turned=64)
+    listed = ["attention" if kind is Attention else "mamba" for kind in kinds(spec)]
+    assert read(BAMBA, attn_layer_indices=..., layer_types=listed) == spec
+
+
 @pytest.mark.parametrize(("stated", "num_heads", "inner"), [(1536, 24, 1536), (None, 32, 2048), (..., 16, 1024)])
 def test_the_inner_width_of_falcon_is_that_of_transformers(stated: Any, num_heads: int, inner: int) -> None:
     changes = {"mamba_d_ssm": stated, "mamba_n_heads": num_heads}
@@ -134,6 +145,10 @@ def test_steps_without_limits(limit: object) -> None:
         ("hidden_act", FALCON, {"hidden_act": "gelu"}),
         ("time_step_limit", FALCON, {"time_step_limit": [0.001, 0.1]}),
         ("layer_types", LFM2, {"layer_types": ["conv", "sliding_attention"] * 16}),
+        ("time_step_limit", BAMBA, {"time_step_limit": [0.001, 0.1]}),
+        ("rope_type", BAMBA, {"rope_parameters": {"rope_type": "proportional"}}),
+        ("norm_topk_prob", QWEN3_NEXT, {"norm_topk_prob": False}),
+        ("decoder_sparse_step", QWEN3_NEXT, {"decoder_sparse_step": 2}),
         ("rope_type", LFM2, {"rope_parameters": {"rope_type": "longrope"}}),
     ],
 )

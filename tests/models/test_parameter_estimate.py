@@ -55,6 +55,8 @@ PUBLISHED = {
     "GLM-4.5 Air": 106.8,
     "OLMo 3 7B": 7.3,
     "MiniMax M2": 228.7,
+    "Qwen3-Next 80B A3B": 79.7,
+    "Bamba 9B": 9.78,
     "Phi-3.5 mini": 3.82,
     "Phi-4 mini": 3.84,
     "gpt-oss 20B": 20.9,

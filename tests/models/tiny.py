@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GraniteMoeHybridConfig,
@@ -228,6 +230,19 @@ CASES |= {
             "mamba_proj_bias": True,
             "attention_bias": True,
             "position_embedding_type": "rope",
+        },
+    ),
+    "bamba": (
+        BambaConfig,
+        BambaForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [1, 2],
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
         },
     ),
     "granite4-attention": (

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
+from quire.models.families.bamba import bamba
 from quire.models.families.dense_layers import read_dense
 from quire.models.families.encoders import build_encoder, find_encoder
 from quire.models.families.falcon_h1 import falcon_h1
@@ -33,6 +34,7 @@ from quire.models.families.qwen3 import qwen3
 from quire.models.families.qwen3_5 import qwen3_5, qwen3_5_of_text_and_images
 from quire.models.families.qwen3_5_moe import qwen3_5_moe, qwen3_5_moe_of_text_and_images
 from quire.models.families.qwen3_moe import qwen3_moe
+from quire.models.families.qwen3_next import qwen3_next
 from quire.models.families.qwen_vl import qwen2_vl, qwen3_vl, qwen3_vl_moe
 from quire.models.families.score_heads import generating_name, with_score_head
 from quire.models.families.seed_oss import seed_oss
@@ -42,6 +44,7 @@ from quire.models.specs.spec import ModelSpec, WeightMap
 
 # Name under "architectures" in a checkpoint's config.json -> reader of the configuration.
 FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = {
+    "BambaForCausalLM": bamba,
     "FalconH1ForCausalLM": falcon_h1,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
@@ -75,6 +78,7 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Qwen2_5_VLForConditionalGeneration": qwen2_vl,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3NextForCausalLM": qwen3_next,
     "Qwen3VLForConditionalGeneration": qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl_moe,
     "Qwen3_5ForCausalLM": qwen3_5,

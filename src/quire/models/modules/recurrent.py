@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.models.modules.blocks import SelectedRows
 from quire.models.modules.norms import scale_slot
 from quire.models.modules.projections import Projection, ResidualAdd, ResidualProjection
-from quire.models.modules.weight_slots import WeightSlot, WeightSlots, nested
+from quire.models.modules.weight_slots import WeightSlot, WeightSlots, nested, reordered
 from quire.models.specs import spec
 from quire.ops.interface.fused_layers import PackedRecurrence
 from quire.ops.interface.ops import Ops, StepStates
@@ -125,6 +125,8 @@ class GatedDeltaNetBlock:
         self._weights = GatedDeltaNetWeights(conv.taps, A, dt_bias, scale, net.norm.eps, net.num_key_heads, net.key_dim)
         self._output = ResidualProjection(net.inner, width, False, addition, ops)
         self.slots = nested(input=self._input.slots, conv=conv.slots, output=self._output.slots)
+        if net.by_key_head:
+            self.slots["input.weight"] = reordered(self.slots["input.weight"], _rows_of_key_heads(net))
         self.slots["A_log"] = WeightSlot((num_heads,), lambda weight: A.copy_(weight).exp_().neg_())
         self.slots["dt_bias"] = WeightSlot((num_heads,), dt_bias.copy_)
         self.slots["norm.weight"] = scale_slot(net.norm, scale, (net.value_dim,))
@@ -138,6 +140,17 @@ class GatedDeltaNetBlock:
         """Add the block's output for `x` [T, E] to `residual` [T, E]; the sequences' states are updated."""
         y = step.gated_delta_net(self._layer_idx, self._input.run(x), self._weights)
         return _add(self._output, y, residual, selected)
+
+
+def _rows_of_key_heads(net: spec.GatedDeltaNet) -> Tensor:
+    """Return the stored row of each output of the input projection; see `GatedDeltaNet.by_key_head`."""
+    per_head = net.num_value_heads // net.num_key_heads
+    values = per_head * net.value_dim
+    num_first, num_second = net.num_key_heads * 2 * (net.key_dim + values), 2 * net.num_value_heads
+    ends = net.key_dim, 2 * net.key_dim, 2 * net.key_dim + values
+    first = torch.arange(num_first).view(net.num_key_heads, -1).tensor_split(ends, 1)
+    second = torch.arange(num_first, num_first + num_second).view(net.num_key_heads, -1).chunk(2, 1)
+    return torch.cat([part.flatten() for part in (*first, *second)])
 
 
 def _packed(

@@ -60,6 +60,16 @@ class WeightSlot(NamedTuple):
     experts: TakesExpertAdapters | None = None
 
 
+def reordered(slot: WeightSlot, rows: Tensor) -> WeightSlot:
+    """Return the slot of a stored weight, from which `rows` are taken in their order for `slot`."""
+    fill_stored = slot.fill_stored
+    return slot._replace(
+        fill=lambda tensor: slot.fill(tensor[rows]),
+        fill_stored=None if fill_stored is None else lambda weight: fill_stored(weight.rows(rows)),
+        adapted=tuple(AdaptedRows(entry.projection, rows) for entry in slot.adapted),
+    )
+
+
 # Slot of each weight, by its name within the block.
 WeightSlots = dict[str, WeightSlot]
 

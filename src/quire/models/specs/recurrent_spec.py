@@ -111,6 +111,8 @@ class GatedDeltaNet:
         key_dim: K, rows of a head's state; value_dim: V, its columns.
         kernel: tokens under the convolution, including the current one.
         norm: norm of a head's output, before the gates.
+        by_key_head: the rows of the stored input projections are in groups of a key head: its queries, keys, values and
+            gates in the first projection, its two gates of each value head in the second.
 
     Source: Gated Delta Networks, arXiv 2412.06464.
     """
@@ -121,6 +123,7 @@ class GatedDeltaNet:
     value_dim: int
     kernel: int
     norm: RMSNorm
+    by_key_head: bool = False
 
     @property
     def inner(self) -> int:

@@ -264,8 +264,11 @@ class _Cut:
                 return self._mamba2(mixer)
             case GatedDeltaNet():
                 keys, heads = mixer.num_key_heads * mixer.key_dim, mixer.num_value_heads
+                sections = [keys, keys, mixer.inner, mixer.inner, heads, heads]
+                if mixer.by_key_head:
+                    sections = [sum(sections[:4]), sum(sections[4:])]
                 return {
-                    **self._by_rows("input", [keys, keys, mixer.inner, mixer.inner, heads, heads]),
+                    **self._by_rows("input", sections),
                     **self._by_rows("conv", [keys, keys, mixer.inner]),
                     "A_log": self._rows([heads]),
                     "dt_bias": self._rows([heads]),
