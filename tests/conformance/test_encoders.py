@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +12,18 @@ import torch
 import transformers
 
 from quire import LLM, PoolingParams
+from quire.errors import InvalidParameter, UnsupportedModel
 from quire.memory import check
+from quire.models.families.nomic_bert import PUBLISHED
 from tests.models import encoders
 
 RAW = PoolingParams(normalize=False)
 LENGTHS = (5, 1, 40, 17, 64, 2, 33)
 TEXTS = ["a red kite", "the small fox slept", "kites .", "the sailor flies a quick toy a the sea . a red fox"]
+
+
+# Families with heads of classes.
+CLASSIFIERS = ("bert", "distilbert", "modernbert", "mpnet", "nomic", "roberta")
 
 
 class Made(NamedTuple):
@@ -31,6 +38,13 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     longest: dict[str, Any] = {"max_position_embeddings": 65} if request.param == "roberta" else {}
     folder = tmp_path_factory.mktemp(request.param)
     return Made(folder, encoders.save(folder, request.param, **longest))
+
+
+@pytest.fixture(scope="module", params=["bert", "embedding-gemma"])
+def pooled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Two of these, whose poolings are tested: which rows are pooled does not depend on the family."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return Made(folder, encoders.save(folder, request.param))
 
 
 @pytest.fixture(scope="module", params=[("modernbert", "mean"), ("bert", "cls"), ("roberta", "cls")], ids=str)
@@ -98,11 +112,11 @@ def weighted_mean(hidden: torch.Tensor, first: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", POOLINGS)
-def test_the_stated_pooling(made: Made, mode: str) -> None:
+def test_the_stated_pooling(pooled: Made, mode: str) -> None:
     prompts = [token_ids(length) for length in LENGTHS]
-    encoders.state_pooling(made.folder, f"pooling_mode_{mode}")
-    wanted = [POOLINGS[mode](states(made.model, prompt)) for prompt in prompts]
-    with load(made.folder) as llm:
+    encoders.state_pooling(pooled.folder, f"pooling_mode_{mode}")
+    wanted = [POOLINGS[mode](states(pooled.model, prompt)) for prompt in prompts]
+    with load(pooled.folder) as llm:
         agree(llm, prompts, wanted)
         (unit,) = llm.embed(prompts[0], use_tqdm=False)
         (short,) = llm.embed(prompts[0], PoolingParams(dimensions=7), use_tqdm=False)
@@ -111,21 +125,69 @@ def test_the_stated_pooling(made: Made, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [*POOLINGS])
-def test_prompts_that_are_not_pooled(made: Made, mode: str) -> None:
+def test_prompts_that_are_not_pooled(pooled: Made, mode: str) -> None:
     """Their tokens, and the first special token, are seen by the text and left out of the pooling."""
     encoders.state_pooling(
-        made.folder, f"pooling_mode_{mode}", prompts={"query": "the small "}, default_prompt_name="query"
+        pooled.folder, f"pooling_mode_{mode}", prompts={"query": "the small "}, default_prompt_name="query"
     )
-    encoders.leave_prompts_out(made.folder)
-    with load(made.folder) as llm:
+    encoders.leave_prompts_out(pooled.folder)
+    with load(pooled.folder) as llm:
         outputs = llm.embed(TEXTS, RAW, use_tqdm=False)
-        given = llm.embed([[1, 5, 6, 2]], RAW, use_tqdm=False)[0]
+        given = llm.embed([[4, 5, 6, 2]], RAW, use_tqdm=False)[0]
         cut = llm.embed(TEXTS[0], PoolingParams(normalize=False, truncate_prompt_tokens=3), use_tqdm=False)[0]
     for output, first in (*((each, 3) for each in outputs), (given, 0), (cut, 2)):
-        hidden = states(made.model, output.prompt_token_ids)
+        hidden = states(pooled.model, output.prompt_token_ids)
         pool = POOLINGS[mode]
         wanted = weighted_mean(hidden, first) if mode == "weightedmean_tokens" else pool(hidden[first:])
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_dense_layers_after_the_pooling(pooled: Made) -> None:
+    """Two, as EmbeddingGemma has them: the embedding is as wide as the last, and cut and normalised after it."""
+    encoders.state_pooling(pooled.folder, "pooling_mode_mean_tokens")
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randn(shape, generator=generator) / 4 for shape in ((20, 32), (11, 20)))
+    bias = torch.randn(11, generator=generator)
+    encoders.add_dense(pooled.folder, (first, None, "linear.Identity"), (second, bias, "activation.Tanh"))
+    prompts = [token_ids(length) for length in LENGTHS]
+    means = torch.stack([states(pooled.model, prompt).mean(0) for prompt in prompts])
+    wanted = torch.tanh(means @ first.T @ second.T + bias)
+    with load(pooled.folder) as llm:
+        agree(llm, prompts, [*wanted])
+        agree(llm, prompts[:1], [*wanted[:1]])
+        (short,) = llm.embed(prompts[0], PoolingParams(dimensions=7), use_tqdm=False)
+        with pytest.raises(InvalidParameter, match=r"at most the width of the model \(11\)"):
+            llm.embed(prompts[0], PoolingParams(dimensions=12), use_tqdm=False)
+    cut = wanted[0, :7]
+    torch.testing.assert_close(torch.tensor(short.outputs.embedding), cut / cut.norm(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["mpnet", "embedding-gemma", "nomic"])
+def test_long_texts(family: str, tmp_path: Path) -> None:
+    """Windows of several bands of queries, and distances beyond the last bucket."""
+    model = encoders.save(tmp_path, family, max_position_embeddings=602)
+    prompts = [token_ids(length) for length in (600, 3, 257, 129)]
+    with load(tmp_path) as llm:
+        agree(llm, prompts, [states(model, prompt)[0] for prompt in prompts], tolerance=1e-4)
+
+
+def test_published_names_of_nomic(tmp_path: Path) -> None:
+    """Published checkpoints have the fields of GPT-2; texts are as long as those that the model was trained on."""
+    model = encoders.save(tmp_path, "nomic")
+    prompts = [token_ids(length) for length in LENGTHS]
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    fields = {ours: config.pop(theirs) for theirs, ours in PUBLISHED.items() if theirs in config}
+    fields |= {"rotary_emb_base": config.pop("rope_parameters")["rope_theta"], "n_positions": 8192}
+    fields |= {"activation_function": "swiglu", "rotary_emb_fraction": 1.0, "qkv_proj_bias": False, "prenorm": False}
+    del config["hidden_act"], config["head_dim"]
+    path.write_text(json.dumps(config | fields))
+    with load(tmp_path) as llm:
+        agree(llm, prompts, [states(model, prompt)[0] for prompt in prompts])
+        assert llm.resolved.max_model_len == 64
+    path.write_text(json.dumps(config | fields | {"prenorm": True}))
+    with pytest.raises(UnsupportedModel, match="prenorm is True"):
+        load(tmp_path)
 
 
 def test_bfloat16(made: Made) -> None:
@@ -163,11 +225,11 @@ def test_classes_and_pairs(classifier: Made) -> None:
         assert (ids, types) == (theirs["input_ids"], theirs["token_type_ids"])
 
 
-@pytest.mark.parametrize("family", encoders.FAMILIES)
+@pytest.mark.parametrize("family", CLASSIFIERS)
 def test_a_cross_encoder_scores_pairs(family: str, tmp_path: Path) -> None:
     model = encoders.save(tmp_path, family, "ForSequenceClassification", num_labels=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    types = {"return_token_type_ids": family == "bert"}
+    types = {"return_token_type_ids": family in ("bert", "nomic")}
     inputs = tokenizer([TEXTS[0]] * 3, TEXTS[1:], padding=True, return_tensors="pt", **types)
     cut = tokenizer([TEXTS[0]], [TEXTS[3]], truncation=True, max_length=9, return_tensors="pt", **types)
     with torch.inference_mode():

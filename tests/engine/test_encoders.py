@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, PoolingParams
 from quire.cli.main import main
@@ -204,6 +205,33 @@ def test_poolings_that_are_not_implemented(copied: Path, file: str, fields: dict
     change(path, **fields)
     with load(copied) as llm, pytest.raises(UnsupportedFeature, match=words):
         llm.embed(TEXT, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"use_residual": True}, "2_Dense/config.json has use_residual True"),
+        ({"activation_function": "torch.nn.Mish"}, "2_Dense/config.json has activation_function 'Mish'"),
+        ({"module_input_name": "token_embeddings"}, "2_Dense/config.json has module_input_name 'token_embeddings'"),
+        (None, "2_Dense/model.safetensors is missing"),
+    ],
+)
+def test_dense_layers_that_are_not_implemented(copied: Path, fields: dict[str, Any] | None, words: str) -> None:
+    encoders.add_dense(copied, (torch.eye(32), None, "linear.Identity"))
+    if fields is None:
+        (copied / "2_Dense" / "model.safetensors").unlink()
+    else:
+        change(copied / "2_Dense" / "config.json", **fields)
+    with load(copied) as llm, pytest.raises(UnsupportedFeature, match=words):
+        llm.embed(TEXT, use_tqdm=False)
+
+
+def test_damaged_dense_layers_are_refused(copied: Path) -> None:
+    encoders.add_dense(copied, (torch.eye(32), None, "linear.Identity"))
+    for fields in ({"out_features": 10**9}, {"out_features": 31}, {"out_features": "a"}, {"bias": True}):
+        change(copied / "2_Dense" / "config.json", **{"out_features": 32, "bias": False, **fields})
+        with pytest.raises(CheckpointError, match=r"out_features|dense\.0"):
+            load(copied)
 
 
 @pytest.mark.parametrize(

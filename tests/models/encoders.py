@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 
 WORDS = ["red", "kite", "small", "fox", "the", "sailor", "slept", "flies", "toy", "##s", "a", "quick", "sea", "."]
@@ -29,6 +30,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "ModernBert",
         {"local_attention": 8, "global_attn_every_n_layers": 3, "pad_token_id": 0, "bos_token_id": 1}
         | {"eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "distilbert": (
+        "DistilBert",
+        {"dim": 32, "n_layers": 4, "n_heads": 4, "hidden_dim": 48, "activation": "gelu"},
+    ),
+    # Its positions begin at 2, and its padding token is 1.
+    "mpnet": ("MPNet", {"max_position_embeddings": 66}),
+    "nomic": ("NomicBert", {"pad_token_id": 0}),
+    "eurobert": ("EuroBert", {"num_key_value_heads": 2, "head_dim": 10, "pad_token_id": 0, "bos_token_id": 1}),
+    # A window of 9 tokens is one of 4 on either side; heads that are wider than the width, one of keys and values.
+    "embedding-gemma": (
+        "Gemma3Text",
+        {"use_bidirectional_attention": True, "sliding_window": 9, "num_key_value_heads": 1, "head_dim": 12}
+        | {"query_pre_attn_scalar": 20, "sliding_window_pattern": 3, "pad_token_id": 0},
     ),
 }
 
@@ -56,13 +71,17 @@ def save(folder: Path, family: str, head: str = "Model", **fields: Any) -> Any:
 
 def save_tokenizer(folder: Path, family: str) -> None:
     """Save a tokenizer of words, with the template of the family: BERT's has token types, RoBERTa's two ends."""
-    vocab = {token: idx for idx, token in enumerate([*SPECIAL, *WORDS])}
+    special = ["<s>", "<pad>", *SPECIAL[2:]] if family == "mpnet" else SPECIAL
+    vocab = {token: idx for idx, token in enumerate([*special, *WORDS])}
     library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="<unk>"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     library.decoder = tokenizers.decoders.WordPiece()
+    ends = [(token, vocab[token]) for token in ("<s>", "</s>")]
     second = "</s> $B </s>" if family == "roberta" else "$B:1 </s>:1"
     library.post_processor = TemplateProcessing(
-        single="<s> $A </s>", pair=f"<s> $A </s> {second}", special_tokens=[("<s>", 1), ("</s>", 2)]
+        single="<s> $A </s>",
+        pair=f"<s> $A </s> {second}",
+        special_tokens=ends,
     )
     library.add_special_tokens(SPECIAL)
     library.save(str(folder / "tokenizer.json"))
@@ -86,6 +105,31 @@ def state_pooling(folder: Path, mode: str, *, normalize: bool = True, **more: An
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({mode: True}))
     state_prompts(folder, **more)
+
+
+def add_dense(folder: Path, *layers: tuple[torch.Tensor, torch.Tensor | None, str]) -> None:
+    """Put dense layers behind the stated pooling.
+
+    Args:
+        folder: folder of the checkpoint.
+        layers: weight, bias and class of the activation of each.
+    """
+    modules = json.loads((folder / "modules.json").read_text())
+    entries = []
+    for idx, (weight, bias, activation) in enumerate(layers, 2):
+        path = folder / f"{idx}_Dense"
+        path.mkdir(exist_ok=True)
+        config: dict[str, Any] = {
+            "in_features": weight.shape[1],
+            "out_features": weight.shape[0],
+            "bias": bias is not None,
+        }
+        config["activation_function"] = f"torch.nn.modules.{activation}"
+        (path / "config.json").write_text(json.dumps(config))
+        tensors = {"linear.weight": weight} | ({} if bias is None else {"linear.bias": bias})
+        save_file(tensors, path / "model.safetensors")
+        entries.append({"idx": idx, "path": path.name, "type": "sentence_transformers.models.Dense"})
+    (folder / "modules.json").write_text(json.dumps([*modules[:2], *entries, *modules[2:]]))
 
 
 def state_prompts(folder: Path, **fields: Any) -> None:

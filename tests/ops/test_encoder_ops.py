@@ -34,6 +34,16 @@ def test_ragged_attention(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_addends_of_scores_by_distance(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    qkv = torch.randn(60, 3 * 2 * 8, generator=generator).to(dtype)
+    bias = (2 * torch.randn(2, 2 * 50 + 1, generator=generator)).to(dtype)
+    both = TorchOps(torch.device("cpu")), ReferenceOps()
+    found, wanted = (ops.ragged_attention(qkv, 2, STARTS, None, None, bias) for ops in both)
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_norms_and_activations(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 24), (24,), (24,)))

@@ -51,8 +51,21 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def read_bert_layout(config: HFConfig, prefix: str, first_position: int = 0) -> tuple[EncoderSpec, WeightMap]:
-    """Read an encoder with learned positions and norms after each residual."""
+def read_bert_layout(
+    config: HFConfig,
+    prefix: str,
+    first_position: int = 0,
+    layers: str = "encoder.layer",
+    modules: Mapping[str, tuple[str, ...]] = MODULES,
+) -> tuple[EncoderSpec, WeightMap]:
+    """Read an encoder with learned positions and norms after each residual.
+
+    Args:
+        config: configuration with the names of BERT's fields.
+        prefix: prefix of its tensors.
+        first_position: row of a text's first token in the embedding of positions.
+        layers, modules: names of the layers, and of their modules.
+    """
     config.require("position_embedding_type", None, "absolute")
     config.require("is_decoder", None, False)
     num_positions = config.integer("max_position_embeddings", 512)
@@ -73,11 +86,11 @@ def read_bert_layout(config: HFConfig, prefix: str, first_position: int = 0) -> 
         max_position=num_positions - first_position,
         num_positions=num_positions,
         first_position=first_position,
-        num_token_types=config.integer("type_vocab_size", 2),
+        num_token_types=config.count("type_vocab_size", 2),
     )
     names: WeightMap = {ours: (f"{prefix}embeddings.{theirs}",) for ours, theirs in EMBEDDINGS.items()}
     for idx in range(len(spec.layers)):
-        names |= map_modules(f"layers.{idx}", f"{prefix}encoder.layer.{idx}", MODULES, has_bias=True)
+        names |= map_modules(f"layers.{idx}", f"{prefix}{layers}.{idx}", modules, has_bias=True)
     return spec, names
 
 
@@ -109,7 +122,7 @@ def read_heads(config: HFConfig, *, bias: bool) -> BidirectionalAttention:
             f"config.json: hidden_size ({width}) must be an even multiple of num_attention_heads ({num_heads})",
             field="num_attention_heads",
         )
-    return BidirectionalAttention(num_heads, head_dim, bias)
+    return BidirectionalAttention(num_heads, num_heads, head_dim, bias, bias)
 
 
 def read_elementwise(config: HFConfig, name: str, default: str) -> Elementwise:

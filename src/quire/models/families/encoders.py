@@ -7,9 +7,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from quire.models.families.bert import bert, bert_classifier, bert_of_masked_words
+from quire.models.families.bidirectional import embedding_gemma, eurobert
 from quire.models.families.dense_layers import read_dense
+from quire.models.families.distilbert import distilbert, distilbert_classifier, distilbert_of_masked_words
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.modernbert import modernbert, modernbert_classifier, modernbert_of_masked_words
+from quire.models.families.mpnet import mpnet, mpnet_classifier, mpnet_of_masked_words
+from quire.models.families.nomic_bert import nomic_bert, nomic_bert_classifier, nomic_bert_of_masked_words
 from quire.models.families.roberta import roberta, roberta_classifier, roberta_of_masked_words
 from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import WeightMap
@@ -19,15 +23,30 @@ ENCODERS: Final[dict[str, Callable[[HFConfig], tuple[EncoderSpec, WeightMap]]]] 
     "BertForMaskedLM": bert_of_masked_words,
     "BertForSequenceClassification": bert_classifier,
     "BertModel": bert,
+    "DistilBertForMaskedLM": distilbert_of_masked_words,
+    "DistilBertForSequenceClassification": distilbert_classifier,
+    "DistilBertModel": distilbert,
+    "EuroBertForMaskedLM": eurobert,
+    "EuroBertModel": eurobert,
+    "MPNetForMaskedLM": mpnet_of_masked_words,
+    "MPNetForSequenceClassification": mpnet_classifier,
+    "MPNetModel": mpnet,
     "ModernBertForMaskedLM": modernbert_of_masked_words,
     "ModernBertForSequenceClassification": modernbert_classifier,
     "ModernBertModel": modernbert,
+    "NomicBertForMaskedLM": nomic_bert_of_masked_words,
+    "NomicBertForSequenceClassification": nomic_bert_classifier,
+    "NomicBertModel": nomic_bert,
     "RobertaForMaskedLM": roberta_of_masked_words,
     "RobertaForSequenceClassification": roberta_classifier,
     "RobertaModel": roberta,
     "XLMRobertaForMaskedLM": roberta_of_masked_words,
     "XLMRobertaForSequenceClassification": roberta_classifier,
     "XLMRobertaModel": roberta,
+}
+# The same for architectures that are encoders only where `use_bidirectional_attention` is true.
+BIDIRECTIONAL: Final[dict[str, Callable[[HFConfig], tuple[EncoderSpec, WeightMap]]]] = {
+    "Gemma3TextModel": embedding_gemma
 }
 
 
@@ -37,7 +56,7 @@ def build_encoder(config: Mapping[str, Any]) -> tuple[EncoderSpec, WeightMap]:
     assert name is not None, "the configuration of an encoder"
     fields = HFConfig(config)
     fields.require("attn_logit_softcapping", None)
-    spec, weights = ENCODERS[name](fields)
+    spec, weights = (ENCODERS.get(name) or BIDIRECTIONAL[name])(fields)
     dense, dense_weights = read_dense(fields)
     return replace(spec, dense=dense), weights | dense_weights
 
@@ -46,4 +65,7 @@ def find_encoder(config: Mapping[str, Any]) -> str | None:
     """Return the architecture of a configuration if it is an encoder, else None."""
     names = config.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
-    return first if isinstance(first, str) and first in ENCODERS else None
+    if not isinstance(first, str):
+        return None
+    is_bidirectional = config.get("use_bidirectional_attention") is True
+    return first if first in ENCODERS or (is_bidirectional and first in BIDIRECTIONAL) else None

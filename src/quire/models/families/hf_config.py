@@ -65,6 +65,11 @@ class HFConfig:
         stated = {name: value for name, value in self._fields.items() if value is not None}
         return HFConfig({**defaults, **stated}, self._prefix)
 
+    def renamed(self, names: Mapping[str, str]) -> HFConfig:
+        """Return the configuration with fields under the keys of `names` that it has under their values only."""
+        found = {ours: self._fields[theirs] for ours, theirs in names.items() if theirs in self._fields}
+        return HFConfig({**found, **self._fields}, self._prefix)
+
     def changed(self, changes: Mapping[str, Any]) -> HFConfig:
         """Return the configuration with some fields replaced."""
         return HFConfig({**self._fields, **changes}, self._prefix)

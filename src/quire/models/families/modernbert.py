@@ -31,7 +31,7 @@ def modernbert_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
     config.require("classifier_pooling", None, "cls", "mean")
     labels = read_labels(config)
     spec, names = _read(config, "model.")
-    has_bias, norm = config.flag("classifier_bias", False), spec.embedding_norm
+    has_bias, norm = config.flag("classifier_bias", False), _read_norm(config)
     activation = read_elementwise(config, "classifier_activation", "gelu")
     head = ClassifierHead(
         labels,
@@ -47,7 +47,7 @@ def modernbert_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
 
 
 def _read(config: HFConfig, prefix: str) -> tuple[EncoderSpec, WeightMap]:
-    norm = LayerNorm(config.number("norm_eps", 1e-5), config.flag("norm_bias", False))
+    norm = _read_norm(config)
     attention = read_heads(config, bias=config.flag("attention_bias", False))
     activation = read_elementwise(config, "hidden_activation", "gelu")
     mlp = EncoderMLP(config.integer("intermediate_size"), activation, True, config.flag("mlp_bias", False))
@@ -76,18 +76,22 @@ def _read(config: HFConfig, prefix: str) -> tuple[EncoderSpec, WeightMap]:
         norm=norm,
         max_position=config.integer("max_position_embeddings", 8192),
     )
-    return spec, _names(spec, prefix)
+    return spec, _names(spec, prefix, norm)
 
 
-def _names(spec: EncoderSpec, prefix: str) -> WeightMap:
+def _read_norm(config: HFConfig) -> LayerNorm:
+    return LayerNorm(config.number("norm_eps", 1e-5), config.flag("norm_bias", False))
+
+
+def _names(spec: EncoderSpec, prefix: str, norm: LayerNorm) -> WeightMap:
     names: WeightMap = {"embedding.weight": (f"{prefix}embeddings.tok_embeddings.weight",)}
     for idx, layer in enumerate(spec.layers):
         where = f"layers.{idx}", f"{prefix}layers.{idx}"
         heads, mlp = {"qkv": ("attn.Wqkv",), "output": ("attn.Wo",)}, {"ffn.up": ("mlp.Wi",), "ffn.down": ("mlp.Wo",)}
-        names |= map_modules(*where, heads, has_bias=layer.attention.bias)
+        names |= map_modules(*where, heads, has_bias=layer.attention.qkv_bias)
         names |= map_modules(*where, mlp, has_bias=layer.mlp.bias)
         norms = {"mixer_norm": ("attn_norm",)} if layer.mixer_norm is not None else {}
-        names |= map_modules(*where, norms | {"ffn_norm": ("mlp_norm",)}, has_bias=layer.ffn_norm.bias)
+        names |= map_modules(*where, norms | {"ffn_norm": ("mlp_norm",)}, has_bias=norm.bias)
     ends = {"embedding_norm": f"{prefix}embeddings.norm", "norm": f"{prefix}final_norm"}
-    kinds = ("weight", "bias") if spec.embedding_norm.bias else ("weight",)
+    kinds = ("weight", "bias") if norm.bias else ("weight",)
     return names | {f"{ours}.{kind}": (f"{theirs}.{kind}",) for ours, theirs in ends.items() for kind in kinds}

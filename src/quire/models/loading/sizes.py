@@ -55,6 +55,7 @@ def _encoder_sizes(spec: EncoderSpec) -> Iterator[tuple[str, int]]:
     yield "hidden_size", spec.width
     yield "max_position_embeddings", spec.num_positions
     yield "type_vocab_size", spec.num_token_types
+    yield "hidden_size of heads", max(layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers)
     yield "intermediate_size", max(layer.mlp.width for layer in spec.layers)
 
 

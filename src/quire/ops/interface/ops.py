@@ -338,7 +338,13 @@ class Ops(Protocol):
         """Return the activation of each value of `x`."""
 
     def ragged_attention(
-        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        row_starts: Sequence[int],
+        rotation: Rotation | None,
+        window: int | None,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Compute bidirectional attention of each row over the rows of its sequence; nothing is cached.
 
@@ -348,6 +354,9 @@ class Ops(Protocol):
             row_starts: S + 1 numbers; sequence `s` owns rows `[row_starts[s], row_starts[s + 1])`.
             rotation: rotation of queries and keys; None for none.
             window: distance of the furthest row that a row sees on either side; None for all rows.
+            distance_bias: addends of scores by head and distance of a key from its query, [H, 2 R + 1] for the
+                distances from -R to R, of the dtype of `qkv`; sequences have at most R + 1 rows, and no window. None
+                for none.
 
         Returns:
             [T, H * D], contiguous.

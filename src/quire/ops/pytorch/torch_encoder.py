@@ -36,7 +36,12 @@ def activate(x: Tensor, activation: Elementwise) -> Tensor:
 
 
 def ragged_attention(
-    qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+    qkv: Tensor,
+    num_heads: int,
+    row_starts: Sequence[int],
+    rotation: Rotation | None,
+    window: int | None,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """Attend sequence by sequence; see `Ops.ragged_attention`."""
     num_rows, width = qkv.shape[0], qkv.shape[1] // 3
@@ -45,6 +50,9 @@ def ragged_attention(
         q, k = (torch_rows.rotary(part, *rotation) for part in (q, k))
     output = q.new_empty(num_rows, num_heads, width // num_heads)
     for start, end in pairwise(row_starts):
+        if distance_bias is not None:
+            _attend_with_bias(q[start:end], k[start:end], v[start:end], distance_bias, output[start:end])
+            continue
         if window is None or end - start <= window + 1:
             _attend(q[start:end], k[start:end], v[start:end], None, output[start:end])
             continue
@@ -53,6 +61,19 @@ def ragged_attention(
             distances = _positions(rows, q)[:, None] - _positions(keys, q)
             _attend(q[rows], k[keys], v[keys], distances.abs() <= window, output[rows])
     return output.flatten(1)
+
+
+def _attend_with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, output: Tensor) -> None:
+    """Attend with addends by distance, [H, 2 R + 1].
+
+    With queries in reverse order, the addends of the next row begin one distance later. So those of all rows are a view
+    of the distances that occur, and no matrix of the text's length squared is made for each head.
+    """
+    length, middle = len(q), bias.shape[1] // 2
+    addends = bias[:, middle - length + 1 : middle + length].unfold(1, length, 1)
+    reversed_output = torch.empty_like(output)
+    _attend(q.flip(0), k, v, addends.unsqueeze(0), reversed_output)
+    output.copy_(reversed_output.flip(0))
 
 
 def _band(first: int, start: int, end: int, window: int) -> tuple[int, int]:

@@ -30,7 +30,13 @@ class TorchFallback:
         return self._torch.activate(x, activation)
 
     def ragged_attention(
-        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        row_starts: Sequence[int],
+        rotation: Rotation | None,
+        window: int | None,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Attend sequence by sequence."""
-        return self._torch.ragged_attention(qkv, num_heads, row_starts, rotation, window)
+        return self._torch.ragged_attention(qkv, num_heads, row_starts, rotation, window, distance_bias)

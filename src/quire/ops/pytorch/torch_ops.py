@@ -107,10 +107,16 @@ class TorchOps:
         return torch_encoder.activate(x, activation)
 
     def ragged_attention(
-        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        row_starts: Sequence[int],
+        rotation: Rotation | None,
+        window: int | None,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Attend sequence by sequence."""
-        return torch_encoder.ragged_attention(qkv, num_heads, row_starts, rotation, window)
+        return torch_encoder.ragged_attention(qkv, num_heads, row_starts, rotation, window, distance_bias)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Gate rows."""

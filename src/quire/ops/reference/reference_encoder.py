@@ -33,7 +33,9 @@ def activate(x: Tensor, activation: Elementwise) -> Tensor:
     return y.to(x.dtype)
 
 
-def ragged_attention(qkv: Tensor, num_heads: int, row_starts: Sequence[int], window: int | None) -> Tensor:
+def ragged_attention(
+    qkv: Tensor, num_heads: int, row_starts: Sequence[int], window: int | None, distance_bias: Tensor | None = None
+) -> Tensor:
     """Attend row by row; queries and keys of `qkv` [T, 3 * H * D] are already rotated."""
     q, k, v = qkv.float().view(len(qkv), 3, num_heads, -1).unbind(1)
     rows = []
@@ -41,5 +43,8 @@ def ragged_attention(qkv: Tensor, num_heads: int, row_starts: Sequence[int], win
         for row in range(start, end):
             first, last = (start, end) if window is None else (max(start, row - window), min(end, row + window + 1))
             scores = torch.einsum("hd,khd->hk", q[row], k[first:last]) / math.sqrt(q.shape[-1])
+            if distance_bias is not None:
+                middle = distance_bias.shape[1] // 2
+                scores = scores + distance_bias[:, middle + first - row : middle + last - row].float()
             rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v[first:last]).flatten())
     return torch.stack(rows).to(qkv.dtype)

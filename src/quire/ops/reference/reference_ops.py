@@ -105,14 +105,20 @@ class ReferenceOps:
         return activate(x, activation)
 
     def ragged_attention(
-        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        row_starts: Sequence[int],
+        rotation: Rotation | None,
+        window: int | None,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Attend row by row."""
         if rotation is not None:
             heads = qkv.view(len(qkv), 3 * num_heads, -1)
             turned = rotary(heads[:, : 2 * num_heads], rotation)
             qkv = torch.cat((turned, heads[:, 2 * num_heads :]), 1).flatten(1)
-        return ragged_attention(qkv, num_heads, row_starts, window)
+        return ragged_attention(qkv, num_heads, row_starts, window, distance_bias)
 
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Gate and normalise in float32, part by part."""
