@@ -6,28 +6,34 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
+from quire.text.reasoning import REASONING_FORMATS
+from quire.text.reasoning.tags import ReasoningTags
 from tests.server import checkpoint
 from tests.server.tool_checkpoint import CHOICES
 
 THOUGHT, ANSWER = ["Hm", ", so", " it is"], ["Yes", "!"]
 CHANNEL, MESSAGE, END, START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
+TAGS = [form for form in REASONING_FORMATS.values() if isinstance(form, ReasoningTags)]
 # What the models say behind the assistant's mark, token by token.
 PATHS: dict[str, list[list[str]]] = {
-    "think": [["<|assistant|>", "<think>", *THOUGHT, "</think>", *ANSWER, "<|eos|>"]],
+    **{form.name: [["<|assistant|>", form.start, *THOUGHT, form.end, *ANSWER, "<|eos|>"]] for form in TAGS},
     "gemma4": [["<|assistant|>", "<|channel>", "thought\n", *THOUGHT, "<channel|>", *ANSWER, "<|eos|>"]],
     # A token has one follower, so only a budget brings this model to its final channel; it says the same there.
     "harmony": [["<|assistant|>", CHANNEL, "analysis", MESSAGE, *THOUGHT, END, START, "assistant", CHANNEL]],
 }
 # Qwen3's tags are no special tokens.
 MARKS = {
-    "think": ["<think>", "</think>"],
-    "gemma4": ["<|channel>", "<channel|>"],
+    **{form.name: [form.start, form.end] for form in TAGS},
     "harmony": [CHANNEL, MESSAGE, END, START, "<|call|>", "<|constrain|>"],
 }
 # Ends of turns: without one, the end of a message would be one.
 ENDS = {"harmony": ["<|return|>"]}
-OPENING = {"think": "<think>", "gemma4": "<|channel>", "harmony": CHANNEL}
-CLOSED = {"think": "<think></think>", "gemma4": "<|channel>thought\n<channel|>", "harmony": f"{CHANNEL}final{MESSAGE}"}
+OPENING = {**{form.name: form.start for form in TAGS}, "harmony": CHANNEL}
+CLOSED = {
+    **{form.name: f"{form.start}{form.header}{form.end}" for form in TAGS},
+    "think_answer": "<think></think><answer>",
+    "harmony": f"{CHANNEL}final{MESSAGE}",
+}
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }} as in <tool_call>{{ eos_token }}{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>"

@@ -22,7 +22,10 @@ TOOL_CALL_PARSERS = (
     *("minimax_m2", "mistral", "nemotron", "olmo3", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss"),
 )
 # "auto", "none", or a format of `quire.text.reasoning`.
-REASONING_PARSERS = ("auto", "none", "gemma4", "harmony", "think")
+REASONING_PARSERS = (
+    *("auto", "none", "apertus", "apriel", "cohere", "gemma4", "granite", "harmony", "kimi_vl", "mistral", "seed_oss"),
+    *("think", "think_answer"),
+)
 # The name of a header by RFC 9110.
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 

@@ -38,6 +38,23 @@ CASES = [
     ("gemma4", BEFORE, "<|channel>thoughtful<channel|>Yes", "thoughtful", "Yes"),
     ("gemma4", INSIDE, "Why?<channel|>Yes", "Why?", "Yes"),
     ("gemma4", AFTER, "Yes", "", "Yes"),
+    ("seed_oss", BEFORE, "<seed:think>\nWhy?</seed:think>Yes", "Why?", "Yes"),
+    ("mistral", BEFORE, "[THINK]Why?[/THINK]Yes", "Why?", "Yes"),
+    ("kimi_vl", BEFORE, "◁think▷Why?◁/think▷Yes", "Why?", "Yes"),
+    ("apertus", BEFORE, "<|inner_prefix|>Why?<|inner_suffix|>Yes", "Why?", "Yes"),
+    ("granite", BEFORE, "Here is my thought process: Why?\n\nHere is my response: Yes", "Why?", "Yes"),
+    ("granite", BEFORE, "Here is my cat", "", "Here is my cat"),
+    ("apriel", INSIDE, "Why?\n[BEGIN FINAL RESPONSE]\nYes\n[END FINAL RESPONSE]\n", "Why?", "Yes"),
+    ("apriel", INSIDE, "Why?\n[BEGIN FINAL RESPONSE]\nYes", "Why?", "Yes"),
+    ("think_answer", BEFORE, "<think>\nWhy?\n</think>\n<answer>\nYes\n</answer>", "Why?", "Yes"),
+    ("think_answer", INSIDE, "Why?\n</think>\n\n<response>\nYes\n</response>\n", "Why?", "Yes"),
+    ("think_answer", BEFORE, "<think>Why?</think>Yes <answer>", "Why?", "Yes <answer>"),
+    ("think_answer", AFTER, "\n<respon", "", "\n<respon"),
+    ("think_answer", AFTER, "<answer>Yes </ans", "", "Yes </ans"),
+    ("think_answer", AFTER, "<answer>Yes</answer>\n<tool_call>", "", "Yes<tool_call>"),
+    ("cohere", BEFORE, "<|START_THINKING|>Why?<|END_THINKING|><|START_RESPONSE|>Yes<|END_RESPONSE|>", "Why?", "Yes"),
+    ("cohere", AFTER, "<|START_TEXT|>Yes<|END_TEXT|>", "", "Yes"),
+    ("cohere", BEFORE, "<|START_THINKING|>a<|END_THINKING|><|START_ACTION|>[", "a", "<|START_ACTION|>["),
     ("harmony", BEFORE, f"{ANALYSIS}Why?{NEXT}{FINAL}Yes", "Why?", "Yes"),
     ("harmony", BEFORE, f"{ANALYSIS}a{NEXT}{ANALYSIS}b{NEXT}{FINAL}Yes", "a\n\nb", "Yes"),
     ("harmony", BEFORE, f"<|channel|>commentary<|message|>a{NEXT}{FINAL}b", "", "a\n\nb"),
@@ -53,6 +70,9 @@ CASES = [
 PIECES = [
     *("<think>", "</think>", "<|channel>", "<channel|>", "thought\n", ANALYSIS, FINAL, NEXT, CALL, "<|call|>"),
     *("<|start|>", "<|message|>", "<", "|", "a", " ", "\n", "to="),
+    *("<answer>", "</answer>", "<response>", "</response>", "<|START_THINKING|>", "<|END_THINKING|>"),
+    *("<|START_TEXT|>", "<|END_TEXT|>", "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+    *("Here is my thought process:", "Here is my response:", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>"),
 ]
 
 
@@ -87,7 +107,7 @@ def test_no_cut_changes_a_split(name: str, phase: ThinkingPhase, words: list[str
     whole = split(name, phase, [text])
     assert split(name, phase, pieces) == split(name, phase, list(text)) == whole
     # Nothing is invented or reordered: what is left out are markers and white space.
-    if name != "harmony":
+    if name not in ("apriel", "cohere", "harmony", "think_answer"):
         for part in whole:
             assert part in text
 
@@ -108,6 +128,13 @@ def test_text_is_given_out_as_soon_as_it_is_sure() -> None:
         ("{% if '</think>' in content %}", "think"),
         ("<|turn>model\n<|channel>thought", "gemma4"),
         ("<|start|>assistant<|channel|>final<|message|>", "harmony"),
+        ("{{ '<seed:think>' }}", "seed_oss"),
+        ("[THINK]{{ thinking }}[/THINK]", "mistral"),
+        ("<|START_THINKING|>{{ plan }}", "cohere"),
+        ("write between <think></think>, and <response></response>", "think_answer"),
+        ("{{ reasoning }}[BEGIN FINAL RESPONSE]", "apriel"),
+        ("after 'Here is my thought process:', and after 'Here is my response:'", "granite"),
+        ("<think><tool_response>", "think"),
         ("<|assistant|>", None),
     ],
 )

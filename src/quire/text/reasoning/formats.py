@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from quire.text.reasoning.harmony import CHANNEL, Harmony
 from quire.text.reasoning.parser import ReasoningFormat
 from quire.text.reasoning.tags import ReasoningTags
 
-# Qwen3, DeepSeek R1, GLM and others; and Gemma 4.
+# Qwen3, DeepSeek R1 to V4, GLM, Kimi K2, MiniMax M2, Nemotron 3, OLMo 3, SmolLM3, Step 3 and others.
 THINK = ReasoningTags("think", "<think>", "</think>")
+# Hunyuan A13B; ERNIE 4.5 and Granite 3.3.
+THINK_ANSWER = replace(
+    THINK, name="think_answer", answer_tags=(("<answer>", "</answer>"), ("<response>", "</response>"))
+)
 GEMMA4 = ReasoningTags("gemma4", "<|channel>", "<channel|>", "thought\n", ("<|turn>",))
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = {form.name: form for form in (GEMMA4, Harmony(), THINK)}
+APERTUS = ReasoningTags("apertus", "<|inner_prefix|>", "<|inner_suffix|>")
+APRIEL = ReasoningTags(
+    "apriel",
+    "Here are my reasoning steps:",
+    "[BEGIN FINAL RESPONSE]",
+    answer_tags=(("", "[END FINAL RESPONSE]"),),
+)
+# Command R7B and Command A.
+COHERE = ReasoningTags(
+    "cohere",
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    answer_tags=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
+)
+# Granite 3.2.
+GRANITE = ReasoningTags("granite", "Here is my thought process:", "Here is my response:")
+KIMI_VL = ReasoningTags("kimi_vl", "◁think▷", "◁/think▷")
+# Magistral, Ministral 3.
+MISTRAL = ReasoningTags("mistral", "[THINK]", "[/THINK]")
+SEED_OSS = ReasoningTags("seed_oss", "<seed:think>", "</seed:think>")
+ALL: tuple[ReasoningFormat, ...] = (
+    *(APERTUS, APRIEL, COHERE, GEMMA4, GRANITE, Harmony(), KIMI_VL, MISTRAL, SEED_OSS, THINK, THINK_ANSWER),
+)
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {form.name: form for form in ALL}
+# The texts of which a template that shows a format has one; the first format that is shown counts. Some templates write
+# one tag and read the other.
+SHOWN_BY: Mapping[str, tuple[str, ...]] = {
+    "harmony": (CHANNEL,),
+    **{form.name: (form.start, form.end) for form in (GEMMA4, APERTUS, COHERE, KIMI_VL, MISTRAL, SEED_OSS, THINK)},
+    "apriel": (APRIEL.end,),
+    "granite": (GRANITE.end,),
+}
 
 
 def choose_reasoning_format(name: str, template: str) -> ReasoningFormat | None:
@@ -20,6 +56,7 @@ def choose_reasoning_format(name: str, template: str) -> ReasoningFormat | None:
         return None
     if name != "auto":
         return REASONING_FORMATS[name]
-    # Each mark is in the templates of one family only; some templates write one tag and read the other.
-    shown = {"harmony": (CHANNEL,), "gemma4": (GEMMA4.start, GEMMA4.end), "think": (THINK.start, THINK.end)}
-    return next((REASONING_FORMATS[name] for name, marks in shown.items() if any(m in template for m in marks)), None)
+    shown = next((name for name, marks in SHOWN_BY.items() if any(mark in template for mark in marks)), None)
+    if shown == THINK.name and any(tag in template for tag, _ in THINK_ANSWER.answer_tags):
+        return THINK_ANSWER
+    return None if shown is None else REASONING_FORMATS[shown]

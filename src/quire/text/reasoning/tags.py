@@ -1,4 +1,4 @@
-"""Thinking between two tags, before the answer: `<think>` and `</think>`, or Gemma 4's channel."""
+"""Thinking between two tags, before the answer: `<think>` and `</think>`, and other families' tags."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ class ReasoningTags:
         start: tag before the thinking.
         end: tag after the thinking.
         header: text after the opening tag that is not reasoning.
+        boundaries: tokens after which a new turn begins, in addition to the model's end tokens.
+        has_headers: True if answers begin with a marker too.
+        answer_tags: pairs of tags that may be around the answer and are left out; the opening one may be "".
     """
 
     name: str
@@ -25,6 +28,7 @@ class ReasoningTags:
     header: str = ""
     boundaries: tuple[str, ...] = ()
     has_headers: bool = False
+    answer_tags: tuple[tuple[str, str], ...] = ()
 
     @property
     def close(self) -> str:
@@ -56,6 +60,8 @@ class TagParser:
         # Texts that are left out at the beginning of the thinking.
         self._leads = [form.start, form.header] if form.header else [form.start]
         self._skips_space = False
+        # The tag after the answer, once the beginning of the answer is known; "" if there is none.
+        self._closing: str | None = None
 
     def push(self, text: str) -> ReasoningSplit:
         """Add text, and return the text that is assigned now."""
@@ -72,9 +78,9 @@ class TagParser:
         reasoning = self._reasoning(is_ended=is_ended) if self._phase is ThinkingPhase.INSIDE else ""
         if self._phase is not ThinkingPhase.AFTER:
             return ReasoningSplit(reasoning)
-        content = self._held.lstrip() if self._skips_space else self._held
-        self._skips_space &= not content
-        self._held = ""
+        if self._closing is None:
+            self._begin_answer(is_ended=is_ended)
+        content = "" if self._closing is None else self._content(is_ended=is_ended)
         return ReasoningSplit(reasoning, content)
 
     def _begin(self, *, is_ended: bool) -> None:
@@ -84,6 +90,32 @@ class TagParser:
             self._phase, self._held = ThinkingPhase.INSIDE, text
         elif is_ended or not self._form.start.startswith(text):
             self._phase = ThinkingPhase.AFTER
+
+    def _begin_answer(self, *, is_ended: bool) -> None:
+        """Decide whether the answer is between tags, once enough of it is known; leave the opening tag out."""
+        text = self._held.lstrip()
+        tags = self._form.answer_tags
+        found = next(((begin, end) for begin, end in tags if text.startswith(begin)), None)
+        if found is not None:
+            self._held, self._closing, self._skips_space = text.removeprefix(found[0]), found[1], True
+        elif is_ended or not any(begin.startswith(text) for begin, _ in tags):
+            self._closing = ""
+
+    def _content(self, *, is_ended: bool) -> str:
+        """Take the content that is known, and the tag after it."""
+        if self._skips_space:
+            self._held = self._held.lstrip()
+            self._skips_space = not self._held
+        end = self._held.find(self._closing) if self._closing else -1
+        if end >= 0:
+            content, self._held = self._held[:end].rstrip(), self._held[end + len(self._closing or "") :]
+            self._closing, self._skips_space = "", True
+            return content + self._content(is_ended=is_ended)
+        sure = len(self._held)
+        if self._closing and not is_ended:
+            sure = len(self._held[: sure - begun_length(self._held, self._closing)].rstrip())
+        content, self._held = self._held[:sure], self._held[sure:]
+        return content
 
     def _reasoning(self, *, is_ended: bool) -> str:
         """Take the reasoning that is known, and the closing tag after it."""
