@@ -85,6 +85,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("kv_cache_dtype", [*KV_CACHE_DTYPES], ["int4", "fp16", "", None, 8]),
         ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
         ("kernels", ["auto", "native", "torch", "triton"], ["fast", "", None, 1]),
+        ("model_impl", ["auto", "native", "transformers"], ["vllm", "", None, 1]),
         ("quantization", [None, "int8", "int4"], ["int2", "", "none", 8]),
         ("stored_quantization", [None, "awq", "gguf"], ["int8", "", "marlin", 8]),
         ("weight_packing", ["auto", "plain", "lossless"], ["tight", "", None, 1]),

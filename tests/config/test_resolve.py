@@ -95,7 +95,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, 6, False, "slru", 0.1, 1 << 20, 6, 7),
         *("priority", 99, "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 32, None, 30.5),
-        *("int8", "int8", "suffix", 5, True, None, False, None, (), (), False, "by-default"),
+        *("int8", "int8", "suffix", 5, True, None, False, (), None, (), (), False, "by-default"),
     )
     assert config.max_concurrency == 6, "no more than max_num_seqs"
 

@@ -28,6 +28,7 @@ def check_files(config: EngineConfig) -> None:
     """Check that packages are installed, that models exist and are supported, and that folders can be written."""
     from quire.models.families import read_model
     from quire.models.families.quantization_config import check_stored_method, without_quantization
+    from quire.models.hosted.choice import is_hosted
 
     _check_packages(config.cache)
     revision = config.model.revision
@@ -35,7 +36,8 @@ def check_files(config: EngineConfig) -> None:
         raw = check_model(model, revision if model == config.model.model else None)
         if raw is None:
             continue
-        read_model(without_quantization(raw))
+        if not is_hosted(raw, config.model.model_impl):  # else its modules are built with the engine
+            read_model(without_quantization(raw))
         if model == config.model.model:
             check_stored_method(config.model.stored_quantization, raw, is_gguf=False)
     template = config.model.chat_template

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.cli.early_checks import check_model
 from quire.cli.options import Subparsers
+from quire.config.options import MODEL_IMPLS
 from quire.errors import QuireError, shown
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.add_argument("model", help="folder, GGUF file, hub id, or hub id with a quantisation (ID:Q4_K_M)")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument("--model-impl", default="auto", choices=MODEL_IMPLS, help="what would compute the model")
     parser.add_argument("--metadata", action="store_true", help="print the fields of a GGUF file as well")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(handler=run)
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.models.loading.inspection import inspect
 
     checkpoint = Checkpoint.open(args.model, args.revision)
-    inspection = inspect(checkpoint)
+    inspection = inspect(checkpoint, args.model_impl)
     ends, problem = _read_ends(checkpoint)
     inspection = replace(inspection, problem=inspection.problem or problem)
     if args.json:
@@ -71,6 +73,8 @@ def lines(inspection: Inspection, ends: Collection[EndToken], *, has_metadata: b
 
     yield f"format        {inspection.format}"
     yield f"architecture  {inspection.architecture}"
+    if inspection.model_impl:
+        yield f"computed by   {inspection.model_impl}"
     if inspection.num_layers:
         sizes = (
             f"{inspection.num_layers} layers of {inspection.width}, {inspection.vocab_size:,} tokens in the vocabulary"
@@ -84,6 +88,9 @@ def lines(inspection: Inspection, ends: Collection[EndToken], *, has_metadata: b
     yield f"{'type':8} {'tensors':>8} {'values':>16} {'bytes':>16}  served as"
     for use in inspection.types:
         yield f"{use.type:8} {use.num_tensors:8,} {use.num_values:16,} {use.num_bytes:16,}  {use.served}"
+    if inspection.notes:
+        yield ""
+        yield from inspection.notes
     if has_metadata:
         yield ""
         for key, value in inspection.metadata.items():

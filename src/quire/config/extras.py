@@ -13,6 +13,7 @@ EXTRAS = {
     "prefix_cache_dir": ("disk", "lmdb"),
     "prefix_cache_url": ("remote", "redis"),
     "kv_events_config": ("events", "msgspec", "zmq"),
+    "model_impl": ("transformers", "transformers"),
     "otlp_traces_endpoint": ("otel", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 
@@ -27,7 +28,7 @@ def check_extra(option: str) -> None:
         ConfigError: a package is missing; the error names the option, the package and the extra.
     """
     extra, *modules = EXTRAS[option]
-    missing = [module for module in modules if not _is_installed(module)]
+    missing = [module for module in modules if not is_installed(module)]
     if missing:
         raise ConfigError(
             f"{option} needs {' and '.join(missing)}, not installed here: pip install 'quire[{extra}]'", field=option
@@ -52,7 +53,8 @@ def importing_extra(option: str) -> Iterator[None]:
         ) from error
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found; it is not imported."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # a parent package of the module

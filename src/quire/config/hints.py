@@ -185,7 +185,6 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "enable_sleep_mode": ((False,), "an engine frees its memory when it is closed"),
     "fail_on_environ_validation": (_FLAGS, "variables of vLLM's are not read"),
     "additional_config": (({},), "it belongs to extensions of another engine"),
-    "model_impl": (("auto",), "the architectures that run are built in"),
     "middleware": (([],), _PROXY),
     "root_path": (("",), _PROXY),
     "ssl_keyfile": ((), _OF_SERVE),

@@ -32,6 +32,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch", "triton")
+MODEL_IMPLS = ("auto", "native", "transformers")
 Quantization = Literal["int8", "int4"]
 # Quantisation methods of checkpoints, by vLLM's names; and aliases, vLLM's names of kernels for them.
 STORED_METHODS = ("awq", "compressed-tensors", "fp8", "gguf", "gptq", "mxfp4")
@@ -77,6 +78,8 @@ class ModelConfig:
         kernels: kernel backend: "native" kernels, compiled when Quire was installed, stock "torch" operators, or
             "triton" kernels for NVIDIA GPUs (the extra "gpu"); "auto" takes native kernels on a CPU if they were
             compiled, and Triton kernels on a GPU of compute capability 8.0 or higher if Triton is installed.
+        model_impl: what computes a model: "native" for Quire's own families, "transformers" for modules of transformers
+            (the extra "transformers"), which has many more architectures; "auto" takes a family if there is one.
         quantization: quantisation of linear layers while they are loaded (round to nearest): "int8"
             or "int4", with a scale for 32 inputs; with "int4" the output head has six bits. None keeps the weights
             unchanged. Other names of vLLM ("awq", "fp8", ...) set `stored_quantization`.
@@ -107,6 +110,7 @@ class ModelConfig:
     seed: int = 0
     num_threads: int | None = field(default=None, metadata=OWN)
     kernels: str = choice("auto", KERNELS, OWN)
+    model_impl: str = choice("auto", MODEL_IMPLS)
     quantization: Quantization | None = field(
         default=None, metadata={"choices": get_args(Quantization), "note": STORED_NOTE}
     )

@@ -74,6 +74,7 @@ class ModelFacts:
             cache groups: slabs); None divides by the bytes of a block.
         step: memory of a step; measured on a GPU.
         is_encoder: True for a model without a KV cache, which computes a prompt in one step and generates nothing.
+        hosted: differences from a family, if modules of transformers compute the model; empty for a family.
     """
 
     max_position: int
@@ -88,3 +89,4 @@ class ModelFacts:
     host_blocks: Callable[[int], int] | None = None
     step: StepCost = StepCost()
     is_encoder: bool = False
+    hosted: tuple[str, ...] = ()

@@ -50,7 +50,7 @@ class ResolvedConfig:
         lacks_kernels: True if stock operators are used on a CPU because there are no native kernels.
         fitted_from: longest context that the model supports, if `max_model_len` was limited by the memory instead;
             None if it was not.
-        is_encoder: see `ModelFacts`.
+        is_encoder, hosted: see `ModelFacts`.
         adapter_bytes: GPU memory for adapters that are loaded in addition to `lora_modules`; None for no limit.
         kv_transfer: options of KV transfer between engines, or None.
         cudagraph_capture_sizes: sizes of captured decode steps, in ascending order; none if all steps run eagerly.
@@ -95,6 +95,7 @@ class ResolvedConfig:
     lacks_kernels: bool = False
     fitted_from: int | None = None
     is_encoder: bool = False
+    hosted: tuple[str, ...] = ()
     kv_transfer: KVTransferConfig | None = None
     cudagraph_capture_sizes: tuple[int, ...] = ()
     piecewise_cudagraph_capture_sizes: tuple[int, ...] = ()
@@ -117,6 +118,11 @@ class ResolvedConfig:
             raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
         if priority and self.scheduling_policy != "priority":
             raise InvalidParameter("priority", priority, f"0 under the scheduling policy {self.scheduling_policy!r}")
+
+    @property
+    def model_impl(self) -> str:
+        """Implementation of the model: "native" or "transformers"."""
+        return "transformers" if self.hosted else "native"
 
     def notices(self) -> tuple[str, ...]:
         """Return the lines of `lines` that may require an action of the user."""
@@ -159,6 +165,7 @@ class ResolvedConfig:
             f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
             f"kernels: {self.kernels}" + (f", weights: {self.quantization}" if self.quantization else ""),
             *self.notices(),
+            *self.hosted,
             *(swap if self.swap_space else ()),
             *(drafts if is_drafting else ()),
             *(() if self.adapter_bytes is None else (f"Memory for more adapters: {self.adapter_bytes / GIB:.2f} GiB",)),
@@ -196,8 +203,8 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         host_bytes=cache.host_bytes,
         adapter_bytes=_adapter_bytes(config, machine, num_blocks, bytes_per_block, facts.step),
         kv_transfer=cache.transfer,
-        cudagraph_capture_sizes=capture_sizes(config, machine.device),
-        piecewise_cudagraph_capture_sizes=piece_sizes(config, machine.device),
+        cudagraph_capture_sizes=() if facts.hosted else capture_sizes(config, machine.device),
+        piecewise_cudagraph_capture_sizes=() if facts.hosted else piece_sizes(config, machine.device),
         async_scheduling=is_async(config.to_options(), machine.device, is_encoder=facts.is_encoder),
         sanitize_control_tokens=config.model.sanitize_control_tokens,
         max_num_seqs=scheduler.max_num_seqs,
@@ -220,6 +227,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         speculative_method=config.speculative.speculative_method,
         num_speculative_tokens=config.speculative.num_tokens,
         is_encoder=facts.is_encoder,
+        hosted=facts.hosted,
     )
 
 

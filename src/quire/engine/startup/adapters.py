@@ -14,7 +14,7 @@ from quire.errors import CheckpointError, ConfigError, RequestError
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.loading.loading import make_adapter_slots
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.platform.bounded.files import user_path
 from quire.scheduling.command_log import CommandStream
 from quire.scheduling.scheduler import Scheduler
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_adapters(
-    config: LoRAConfig, checkpoint: Checkpoint, decoder: Decoder, ranks: Ranks | None = None
+    config: LoRAConfig, checkpoint: Checkpoint, decoder: CausalModel, ranks: Ranks | None = None
 ) -> AdapterSlots | None:
     """Prepare a decoder for adapters, and read the configured ones; None if adapters are not enabled.
 

@@ -18,7 +18,7 @@ from quire.execution.runners.executor import Executor
 from quire.execution.runners.ranked_executor import RankedExecutor
 from quire.execution.runners.runner import InProcessExecutor
 from quire.memory.manager import KVCacheManager
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.encoder import Encoder
 from quire.scheduling.command_log import CommandStream
 from quire.text.structured.grammar_compiler import GrammarCompiler
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 def open_executor(
-    model: Decoder | Encoder,
-    draft: Decoder | None,
+    model: CausalModel | Encoder,
+    draft: CausalModel | None,
     memory: KVCacheManager,
     resolved: ResolvedConfig,
     dtype: torch.dtype,

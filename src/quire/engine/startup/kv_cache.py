@@ -40,6 +40,7 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.capacity.pool_sizing import num_kept_free, num_slabs
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.loading.fingerprint import fingerprint
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.spec import ModelSpec
 from quire.models.specs.stage_spec import StageSpec
 from quire.ops.interface.weight_formats import FORMS
@@ -107,7 +108,7 @@ def _recording(manager: KVCacheManager, settings: MemorySettings, path: str) -> 
 
 def open_stores(
     config: EngineConfig,
-    models: Sequence[tuple[Checkpoint, ModelSpec]],
+    models: Sequence[tuple[Checkpoint, ModelSpec | HostedSpec]],
     resolved: ResolvedConfig,
     groups: Sequence[KVCacheSpec],
     dtype: torch.dtype,
@@ -162,7 +163,7 @@ def shared_key(identity: bytes) -> bytes:
 
 
 def _identity(
-    models: Sequence[tuple[Checkpoint, ModelSpec]],
+    models: Sequence[tuple[Checkpoint, ModelSpec | HostedSpec]],
     resolved: ResolvedConfig,
     groups: Sequence[KVCacheSpec],
     dtype: torch.dtype,

@@ -45,7 +45,7 @@ from quire.models.families.encoders import find_encoder
 from quire.models.families.quantization_config import check_stored_method
 from quire.models.loading.loading import load_decoder, load_encoder
 from quire.models.loading.weights import choose_dtype
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.encoder import Encoder
 from quire.models.modules.stages import StageDecoder
 from quire.ops import choose_kernels
@@ -80,7 +80,7 @@ class Wrappers(NamedTuple):
     """
 
     ops: Callable[[Ops], Ops] = _unwrapped
-    decoder: Callable[[Decoder], Decoder] = _unwrapped
+    decoder: Callable[[CausalModel], CausalModel] = _unwrapped
     scheduler: Callable[[Scheduler], Scheduler] = _unwrapped
     executor: Callable[[Executor], Executor] = _unwrapped
 
@@ -192,7 +192,7 @@ def _load_models(
     dtype: torch.dtype,
     wrap: Wrappers,
     ranks: Ranks | None,
-) -> tuple[EngineConfig, Decoder | Encoder, Checkpoint | None, Decoder | None]:
+) -> tuple[EngineConfig, CausalModel | Encoder, Checkpoint | None, CausalModel | None]:
     """Load a model, and one that makes drafts for it with its checkpoint; return them after their configuration."""
     options = config.model
     if find_encoder(checkpoint.config) is not None:
@@ -252,7 +252,7 @@ def _load_decoder(
     wrap_ops: Callable[[Ops], Ops] | None = None,
     lora: LoRAConfig | None = None,
     ranks: Ranks | None = None,
-) -> Decoder:
+) -> CausalModel:
     """Load a decoder, with the adapter in its weights that `lora` merges."""
     merged = None if lora is None else lora.merged
     with bound_to(() if ranks is None else ranks.home):
@@ -261,6 +261,7 @@ def _load_decoder(
             device=device,
             dtype=dtype,
             kernels=options.kernels,
+            model_impl=options.model_impl,
             quantization=options.quantization,
             weight_packing=options.weight_packing,
             deterministic=options.deterministic,
@@ -277,7 +278,7 @@ def _load_decoder(
 
 def _resolve(
     config: EngineConfig,
-    model: Decoder | Encoder,
+    model: CausalModel | Encoder,
     groups: Sequence[KVCacheSpec],
     step: StepCost,
     device: str,
@@ -300,7 +301,7 @@ def _resolve(
     return config, resolved
 
 
-def _media_reader(model: Decoder | Encoder, memory: KVCacheManager) -> EmbeddingsReader | None:
+def _media_reader(model: CausalModel | Encoder, memory: KVCacheManager) -> EmbeddingsReader | None:
     """Return the reader of prompts' embeddings; None for an encoder, which accepts no embeddings."""
     if isinstance(model, Encoder):
         return None

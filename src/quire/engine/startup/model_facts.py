@@ -25,22 +25,23 @@ from quire.execution.profile.gpu_memory_profile import StepLimits, measure_step_
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.capacity.pool_sizing import longest_bytes, memory_concurrency, size_pool
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.encoder import Encoder
 from quire.models.modules.mtp import MTPHead
 from quire.models.specs.cache_layout import cache_specs
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.ops import BFLOAT16_CAPABILITY
 
 logger = logging.getLogger(__name__)
 
 
-def cache_groups(config: EngineConfig, model: Decoder | Encoder, stored: str) -> tuple[KVCacheSpec, ...]:
+def cache_groups(config: EngineConfig, model: CausalModel | Encoder, stored: str) -> tuple[KVCacheSpec, ...]:
     """Return the cache groups of a model, in the order of its storages."""
     return cache_specs(model.spec, config.cache.block_size, CACHE_DTYPES[stored], model.dtype.itemsize)
 
 
 def model_facts(
-    config: EngineConfig, model: Decoder | Encoder, groups: Sequence[KVCacheSpec], step: StepCost, device: str
+    config: EngineConfig, model: CausalModel | Encoder, groups: Sequence[KVCacheSpec], step: StepCost, device: str
 ) -> ModelFacts:
     """Return the model's facts for the resolution of the configuration."""
 
@@ -62,6 +63,7 @@ def model_facts(
         host_blocks=lambda num_bytes: ArenaSizing.of(groups, num_bytes).layout.num_slabs,
         step=step,
         is_encoder=isinstance(model, Encoder),
+        hosted=model.spec.notes if isinstance(model.spec, HostedSpec) else (),
     )
 
 
@@ -107,7 +109,7 @@ def stored_dtype(config: EngineConfig, dtype: torch.dtype) -> str:
 
 
 def step_cost(
-    config: EngineConfig, model: Decoder | Encoder, draft: Decoder | None, device: str, stored: str
+    config: EngineConfig, model: CausalModel | Encoder, draft: CausalModel | None, device: str, stored: str
 ) -> StepCost:
     """Return the GPU memory of a step; zero for an encoder, and on a CPU, whose steps are not measured."""
     if device == "cpu" or isinstance(model, Encoder):
@@ -129,7 +131,9 @@ def step_cost(
     )
 
 
-def _graph_bytes(config: EngineConfig, model: Decoder, draft: Decoder | None, limits: StepLimits, stored: str) -> int:
+def _graph_bytes(
+    config: EngineConfig, model: CausalModel, draft: CausalModel | None, limits: StepLimits, stored: str
+) -> int:
     """Return the GPU memory of the CUDA graphs of a model and of a draft model, which no other step can use."""
     options = CaptureOptions(
         capture_sizes(config, "cuda"), limits.max_model_len, piece_sizes(config, "cuda"), limits.max_num_seqs

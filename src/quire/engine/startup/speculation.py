@@ -12,7 +12,9 @@ from quire.models.capacity.draft_compat import check_draft, mtp_spec
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.families.quantization_config import without_quantization
+from quire.models.hosted.choice import read_decoder
 from quire.models.loading.weights import load_weights
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.mtp import MTPHead
 from quire.models.specs.sharding import Share, shard_spec, share_of, splits_of
@@ -40,13 +42,13 @@ def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
     return AdaptiveDrafter(source, config.num_tokens)
 
 
-def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) -> Checkpoint | None:
+def open_draft(config: EngineConfig, decoder: CausalModel, tokenizer: Tokenizer | None) -> Checkpoint | None:
     """Open the draft model's checkpoint, if there is one, and check that it can make drafts for the target."""
     name = config.speculative.draft_model
     if name is None:
         return None
     checkpoint = Checkpoint.open(name)
-    spec, _ = build(without_quantization(checkpoint.config))
+    spec = read_decoder(without_quantization(checkpoint.config), config.model.model_impl).spec
     check_draft(config, decoder.spec, spec)
     if tokenizer is not None and (checkpoint.folder / "tokenizer.json").is_file():
         different = tokenizer.differs_at(Tokenizer.from_folder(checkpoint.folder))
@@ -62,11 +64,11 @@ def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | No
 def load_draft(
     config: EngineConfig,
     checkpoint: Checkpoint,
-    decoder: Decoder,
+    decoder: CausalModel,
     tokenizer: Tokenizer | None,
-    load: Callable[..., Decoder],
+    load: Callable[..., CausalModel],
     ranks: Ranks | None = None,
-) -> tuple[Checkpoint | None, Decoder | None]:
+) -> tuple[Checkpoint | None, CausalModel | None]:
     """Load the model that makes drafts, if there is one: a draft model, or the target's MTP head."""
     if config.speculative.speculative_method == "mtp":
         return None, _load_mtp_head(config, checkpoint, decoder, ranks)
@@ -94,10 +96,11 @@ def is_divisible(checkpoint: Checkpoint, share: Share) -> bool:
     return True
 
 
-def _load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: Decoder, ranks: Ranks | None) -> MTPHead:
+def _load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: CausalModel, ranks: Ranks | None) -> MTPHead:
     # A config may keep its MTP field without the tensors, for example when transformers saved the model.
     is_stored = any(name.startswith("mtp.") for name in checkpoint.tensors)
     spec, splits = mtp_spec(config.model.model, target.spec, is_stored=is_stored), None
+    assert isinstance(target, Decoder), "other models have no head"
     if ranks is not None:  # the target's layers are sharded already, the head's layer is not
         share = share_of(ranks.group)
         splits = {f"mtp.{name}": split for name, split in splits_of(spec, share).items()}

@@ -15,9 +15,10 @@ from quire.engine.startup.rank_facts import compare_ranks
 from quire.engine.startup.rank_process import exit_now, run
 from quire.errors import ConfigError
 from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.families import build
 from quire.models.families.encoders import find_encoder
 from quire.models.families.quantization_config import without_quantization
+from quire.models.hosted.choice import one_process_only, read_decoder
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.sharding import Share, shard_spec
 from quire.models.specs.spec import experts_of
 from quire.models.specs.stage_spec import divide
@@ -84,8 +85,10 @@ def check_shared(config: EngineConfig) -> None:
     """Check that the ranks can share the model, before any of them starts."""
     checkpoint = Checkpoint.open(config.model.model, config.model.revision)
     if find_encoder(checkpoint.config) is None:  # `encoder_config` checks the options of encoders
-        spec, _ = build(without_quantization(checkpoint.config))
+        spec = read_decoder(without_quantization(checkpoint.config), config.model.model_impl).spec
         parallel = config.parallel
+        if isinstance(spec, HostedSpec):
+            raise one_process_only()
         shard_spec(spec, Share(0, parallel.tensor_parallel_size, parallel.enable_expert_parallel))
         if parallel.enable_expert_parallel and all(experts_of(layer.ffn) is None for layer in spec.layers):
             raise ConfigError(

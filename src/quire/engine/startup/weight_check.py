@@ -13,9 +13,10 @@ from quire.errors import ConfigError
 from quire.models.capacity.pool_sizing import check_pool
 from quire.models.capacity.rank_part import rank_spec, stored_spec
 from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.families import build
 from quire.models.families.quantization_config import read_quantization_config, without_quantization
+from quire.models.hosted.choice import read_decoder
 from quire.models.specs.cache_layout import cache_specs
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.parameter_estimate import estimate_parameters, smaller_forms, weight_bytes
 from quire.models.specs.spec import ModelSpec
 from quire.platform.host_probe import probe, swap_bytes
@@ -31,8 +32,8 @@ def check_weights(
     is_gguf = checkpoint.gguf_fields is not None
     if read_quantization_config(checkpoint.config) is not None or (is_gguf and options.quantization is not None):
         return  # the size depends on the stored form of each tensor
-    spec, _ = build(without_quantization(checkpoint.config))
-    if parallel.tensor_parallel_size > 1:
+    spec = read_decoder(without_quantization(checkpoint.config), options.model_impl).spec
+    if parallel.tensor_parallel_size > 1 and isinstance(spec, ModelSpec):
         spec = stored_spec(rank_spec(spec, parallel), parallel)
     is_packed = options.weight_packing != "plain" and dtype == torch.bfloat16
     num_parts = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -68,8 +69,8 @@ def check_cache(config: EngineConfig, checkpoint: Checkpoint, device: str, dtype
     # A draft model has a share of each block, and a stage the layers of some.
     if not is_given or config.speculative.num_tokens or config.parallel.pipeline_parallel_size > 1:
         return
-    spec, _ = build(without_quantization(checkpoint.config))
-    if config.parallel.tensor_parallel_size > 1:
+    spec = read_decoder(without_quantization(checkpoint.config), config.model.model_impl).spec
+    if config.parallel.tensor_parallel_size > 1 and isinstance(spec, ModelSpec):
         spec = rank_spec(spec, config.parallel)
     cached = CACHE_DTYPES[stored_dtype(config, dtype)]
     groups = cache_specs(spec, config.cache.block_size, cached, dtype.itemsize)
@@ -77,7 +78,7 @@ def check_cache(config: EngineConfig, checkpoint: Checkpoint, device: str, dtype
 
 
 def _least_bytes(
-    spec: ModelSpec, dtype: torch.dtype, form: Quantization | None, device: str, *, is_packed: bool
+    spec: ModelSpec | HostedSpec, dtype: torch.dtype, form: Quantization | None, device: str, *, is_packed: bool
 ) -> int:
     """Return a lower bound of the bytes of a model's matrices."""
     num_bytes = weight_bytes(spec, dtype.itemsize, form, device)

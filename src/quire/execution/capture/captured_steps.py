@@ -22,6 +22,7 @@ from quire.execution.capture.tape_capture import TapeCapture
 from quire.execution.step.adapter_rows import AdapterRows
 from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.kv_storage import Storage
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.mtp import MTPHead
 from quire.ops.interface.static_steps import MakesStaticSteps
@@ -104,14 +105,14 @@ def _can_replay(items: Sequence[ScheduledSequence]) -> bool:
     return all(num_samples) and (is_known or all(item.new_sequence is None or item.start for item in items))
 
 
-def has_captured_passes(draft: Decoder) -> bool:
+def has_captured_passes(draft: CausalModel) -> bool:
     """Return whether the passes of a draft model or an MTP head are captured: not on several ranks."""
     return draft.ranks is None and draft.replicas is None
 
 
 @torch.inference_mode()
 def capture_steps(
-    decoder: Decoder,
+    decoder: CausalModel,
     storages: Sequence[Storage],
     num_blocks: Sequence[int],
     block_size: int,
@@ -119,7 +120,8 @@ def capture_steps(
     first_group: int = 0,
 ) -> CapturedSteps | None:
     """Capture steps, which writes to the null blocks; return None if nothing can be captured."""
-    if not isinstance(decoder.ops, MakesStaticSteps):
+    # Modules of transformers may read values of tensors on the host.
+    if not isinstance(decoder.ops, MakesStaticSteps) or not isinstance(decoder, Decoder):
         return None
     if isinstance(decoder, MTPHead):  # its last group has hidden states of the target, which no captured pass reads
         storages, num_blocks = storages[:-1], num_blocks[:-1]

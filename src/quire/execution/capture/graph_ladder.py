@@ -18,6 +18,7 @@ from quire.execution.capture.step_capture import CapturedCall, StepCapture
 from quire.execution.step.batch import BatchBuilder, BlockTable
 from quire.execution.step.kv_storage import StateStorage, Storage
 from quire.execution.step.pinned import placed
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.decoder import Decoder
 from quire.models.specs.spec import TokenCacheShape
 from quire.ops.interface.lora import LoraRows
@@ -302,7 +303,7 @@ def sharing_sizes(sizes: Sequence[int]) -> list[int]:
     return [size for size in _few_sizes(sizes) if size > 1]
 
 
-def adapted_sizes(decoder: Decoder, sizes: Sequence[int]) -> list[int]:
+def adapted_sizes(decoder: CausalModel, sizes: Sequence[int]) -> list[int]:
     """Return the sizes of captured steps in which rows have adapters: powers of 2, and the largest.
 
     Adapters of experts cannot be captured: no sizes are returned for them.

@@ -19,7 +19,7 @@ from quire.execution.device_tokens.device_tokens import (
 from quire.execution.step.batch import BatchBuilder, end_rows
 from quire.execution.step.kv_storage import Storage
 from quire.execution.step.pinned import select_rows
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.scheduling.plan import ItemResult, ScheduledSequence
 from quire.sequences.decoding.drafting import UNKNOWN
 
@@ -45,7 +45,7 @@ class DraftModel:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CausalModel,
         builder: BatchBuilder,
         tokens: DraftTokens,
         storages: Sequence[Storage],

@@ -10,7 +10,7 @@ import torch
 from quire.execution.capture.captured_steps import CaptureOptions, capture_steps
 from quire.execution.capture.graph_ladder import adapted_sizes, sharing_sizes
 from quire.execution.step.kv_storage import make_storages
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 
 
 class GraphMemory(NamedTuple):
@@ -66,7 +66,7 @@ class NumGraphs(NamedTuple):
 
 
 def measure_graph_bytes(
-    decoder: Decoder, options: CaptureOptions, block_size: int, dtype: torch.dtype, stored: str | None = None
+    decoder: CausalModel, options: CaptureOptions, block_size: int, dtype: torch.dtype, stored: str | None = None
 ) -> int:
     """Capture the largest steps on a GPU, and return the bytes that captured steps of all sizes take; 0 without sizes.
 

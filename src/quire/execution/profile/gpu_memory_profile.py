@@ -15,7 +15,7 @@ from quire.distributed.rank_group import RankGroup
 from quire.execution.runners.build import build_runner
 from quire.execution.runners.runner import ModelRunner
 from quire.memory.results import NO_OPS
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
@@ -50,11 +50,11 @@ Items = list[tuple[int, int]]
 
 
 def measure_step_cost(
-    decoder: Decoder,
+    decoder: CausalModel,
     limits: StepLimits,
     dtype: torch.dtype,
     stored: str | None = None,
-    draft: Decoder | None = None,
+    draft: CausalModel | None = None,
 ) -> StepCost:
     """Run the largest steps on a GPU, and return their peak memory in addition to weights and KV cache.
 
@@ -131,11 +131,11 @@ def run_alone(runner: ModelRunner, plan: StepPlan, ranks: RankGroup | None) -> N
 
 
 def _peak_bytes(
-    decoder: Decoder,
+    decoder: CausalModel,
     limits: StepLimits,
     dtype: torch.dtype,
     stored: str | None,
-    draft: Decoder | None,
+    draft: CausalModel | None,
     items: Items,
     params: SamplingParams,
 ) -> int:

@@ -19,7 +19,7 @@ from quire.execution.sampling.sampler import Sampler
 from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.embeddings import MultimodalEmbeddings
 from quire.execution.step.kv_storage import make_storages
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.mtp import MTPHead
 from quire.ops.interface.static_steps import MakesStaticSteps
 from quire.ops.interface.token_draws import DrawsTokens
@@ -30,7 +30,7 @@ from quire.text.structured.mask_filler import GrammarStates
 
 
 def build_runner(
-    decoder: Decoder,
+    decoder: CausalModel,
     *,
     num_blocks: Sequence[int],
     block_size: int,
@@ -39,7 +39,7 @@ def build_runner(
     stored: str | None = None,
     host_bytes: int = 0,
     disk: DiskBlocks | None = None,
-    draft: Decoder | None = None,
+    draft: CausalModel | None = None,
     grammars: GrammarBackend | None = None,
     captured: CaptureOptions | None = None,
     deferred: DeferredTokens | None = None,

@@ -30,7 +30,7 @@ from quire.execution.step.kv_storage import Storage
 from quire.execution.step.pinned import select_rows
 from quire.execution.step.pooling import Pooler
 from quire.memory.results import MemoryOps
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.platform.prefault import Prefaulter
 from quire.scheduling.decode_columns import DecodeItems, row_starts_of
 from quire.scheduling.plan import (
@@ -68,7 +68,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CausalModel,
         storages: Sequence[Storage],
         builder: BatchBuilder,
         sampler: Sampler,

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.row_sampling import BAD_LOGITS
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.scheduling.plan import ItemResult, TokenLogprobs
 
 
 def with_prompt_logprobs(
-    result: ItemResult, targets: tuple[Sequence[int], int], hidden: Tensor, decoder: Decoder
+    result: ItemResult, targets: tuple[Sequence[int], int], hidden: Tensor, decoder: CausalModel
 ) -> ItemResult:
     """Add the log probabilities of the prompt's tokens, if the request wants them.
 

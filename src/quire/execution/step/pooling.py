@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.pooled_heads import PooledHeads
 from quire.scheduling.plan import ItemResult, ScheduledSequence
 from quire.sequences.pooling import Pooling, PoolingKind
@@ -75,7 +75,7 @@ class RunningPool:
 class Pooler:
     """Computes the results of pooled sequences: `by_sequence` has the open ones, and `pools` the states of some."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: CausalModel) -> None:
         self._decoder = decoder
         self.by_sequence: dict[int, Pooling] = {}
         # The pooled states of the tokens computed so far.

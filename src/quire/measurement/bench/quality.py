@@ -19,7 +19,7 @@ from quire.measurement.bench.exact_ops import ExactOps
 from quire.measurement.bench.quality_text import greedy_prompts, read_quality_text
 from quire.measurement.bench.stopwatch import Timed, in_order
 from quire.models.modules.blocks import OutputRows
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.ops.interface.ops import Ops
 from quire.platform.host_probe import probe
 from quire.sequences.params import SamplingParams
@@ -40,7 +40,7 @@ class ReadingEngine:
     It runs ordinary steps of the engine: chunks of prompts, with attention over the stored keys and values.
     """
 
-    _decoder: Decoder
+    _decoder: CausalModel
 
     def __init__(self, config: EngineConfig, wrap_ops: Callable[[Ops], Ops] = lambda ops: ops) -> None:
         self._rows: list[Tensor] | None = None
@@ -94,7 +94,7 @@ class ReadingEngine:
         """Release weights and KV memory."""
         self._engine.close()
 
-    def _tapped(self, decoder: Decoder) -> Decoder:
+    def _tapped(self, decoder: CausalModel) -> CausalModel:
         """Return a wrapper of the model that computes and records all rows of a step while a text is read."""
         self._decoder = decoder
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from quire.config import Quantization
 from quire.measurement.simulation.replicas.step_time import StepItem
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.parameter_estimate import estimate_parameters
 from quire.models.specs.spec import FFN, Attention, LayerSpec, Mixer, ModelSpec, StateCacheShape, experts_of
 
@@ -63,13 +64,15 @@ class ModelShape(NamedTuple):
     @classmethod
     def of(
         cls,
-        spec: ModelSpec,
+        spec: ModelSpec | HostedSpec,
         weights: Mapping[str, tuple[int, ...]],
         element_bytes: int,
         quantization: Quantization | None = None,
         cached_bytes: int | None = None,
     ) -> ModelShape:
         """Return the dimensions of a model."""
+        if isinstance(spec, HostedSpec):
+            return cls.hosted(spec, element_bytes, quantization, cached_bytes)
         last = spec.last_cached_layer
         states = [
             part.cache for layer in spec.layers for part in layer.parts if isinstance(part.cache, StateCacheShape)
@@ -97,7 +100,7 @@ class ModelShape(NamedTuple):
     @classmethod
     def estimate(
         cls,
-        spec: ModelSpec,
+        spec: ModelSpec | HostedSpec,
         element_bytes: int,
         quantization: Quantization | None = None,
         cached_bytes: int | None = None,
@@ -106,12 +109,39 @@ class ModelShape(NamedTuple):
 
         All rows are assumed to go through all layers, so `num_tail` is 0.
         """
+        if isinstance(spec, HostedSpec):
+            return cls.hosted(spec, element_bytes, quantization, cached_bytes)
         parameters = estimate_parameters(spec)
         num_idle = sum(_num_idle(layer.ffn, spec.width) for layer in spec.layers)
         body = {"layers.0.projections": (parameters.projections - num_idle,)}
         shape = cls.of(spec, body, element_bytes, quantization, cached_bytes)
         return shape._replace(
             num_body=parameters.projections - num_idle, num_tail=0, attention=_attention(spec.layers), late_attention=()
+        )
+
+    @classmethod
+    def hosted(
+        cls,
+        spec: HostedSpec,
+        element_bytes: int,
+        quantization: Quantization | None = None,
+        cached_bytes: int | None = None,
+    ) -> ModelShape:
+        """Return the dimensions of transformers' modules; of their experts, it is not known how many a token needs."""
+        parameters, body, head = spec.parameters, Fraction(element_bytes), Fraction(element_bytes)
+        if quantization is not None:
+            body, head = parameters.bytes_of_weights(quantization)
+        counts = Counter(
+            AttentionShape(call.num_heads, call.num_kv_heads, call.head_dim, call.window, call.chunk)
+            for call in spec.attention
+        )
+        return cls(
+            num_body=parameters.projections - parameters.experts,
+            num_tail=0,
+            num_head=parameters.head,
+            element_bytes=cached_bytes or element_bytes,
+            weight_bytes=(float(body), float(head)),
+            attention=tuple(counts.items()),
         )
 
 

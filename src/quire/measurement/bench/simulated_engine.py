@@ -20,9 +20,10 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.capacity.gpu_budget import plan_gpu
 from quire.models.capacity.pool_sizing import num_kept_free
 from quire.models.checkpoints.checkpoint import find_gguf, read_config
-from quire.models.families import build
 from quire.models.families.quantization_config import check_stored_method, without_quantization
+from quire.models.hosted.choice import read_decoder
 from quire.models.specs.cache_layout import cache_specs
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.parameter_estimate import weight_bytes
 from quire.models.specs.spec import ModelSpec
 from quire.platform.bounded.files import reason_of
@@ -166,7 +167,7 @@ class _Dimensions(NamedTuple):
         shape: dimensions for the roofline.
     """
 
-    spec: ModelSpec
+    spec: ModelSpec | HostedSpec
     element_bytes: int
     cache_dtype: CacheDtype
     shape: ModelShape
@@ -176,7 +177,7 @@ def _dimensions(config: EngineConfig) -> _Dimensions:
     raw = read_config(config.model.model, config.model.revision)
     is_gguf = find_gguf(config.model.model, config.model.revision) is not None
     check_stored_method(config.model.stored_quantization, raw, is_gguf=is_gguf)
-    spec, _ = build(without_quantization(raw))
+    spec = read_decoder(without_quantization(raw), config.model.model_impl).spec
     dtype = _dtype(config.model.dtype, raw)
     cached = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     element_bytes, cache_dtype = CACHE_DTYPES[dtype].element_bytes, CACHE_DTYPES[cached]

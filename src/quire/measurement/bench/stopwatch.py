@@ -10,7 +10,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.execution.runners.executor import Executor
 from quire.measurement.simulation.replicas.step_time import StepItem
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.ops.interface.ops import AttentionBatch, Linear, Ops, PagedKV, PagedStates, StateBatch
 from quire.scheduling.plan import StepPlan
 from quire.scheduling.scheduler import Scheduler
@@ -92,7 +92,7 @@ class Observer:
     """Wraps the parts of an engine in timers while they are built, and records the items of its steps."""
 
     plain_ops: Ops
-    plain_decoder: Decoder
+    plain_decoder: CausalModel
 
     def __init__(self, watch: Stopwatch, *, is_close: bool) -> None:
         self.watch = watch
@@ -133,7 +133,7 @@ class Observer:
         )
         return made  # type: ignore[no-any-return]
 
-    def decoder(self, decoder: Decoder) -> Decoder:
+    def decoder(self, decoder: CausalModel) -> CausalModel:
         """Return the model with timers; a step builds the batch before the call of the model, and samples after it."""
         self.plain_decoder = decoder
         made: Any = Timed(

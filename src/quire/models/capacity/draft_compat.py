@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from quire.config import EngineConfig, context_length
 from quire.errors import ConfigError
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.spec import ModelSpec
 
 
-def mtp_spec(model: str, target: ModelSpec, *, is_stored: bool = True) -> ModelSpec:
+def mtp_spec(model: str, target: ModelSpec | HostedSpec, *, is_stored: bool = True) -> ModelSpec:
     """Return the specification of the MTP head of a target.
 
     Args:
@@ -20,7 +21,7 @@ def mtp_spec(model: str, target: ModelSpec, *, is_stored: bool = True) -> ModelS
     Raises:
         ConfigError: the target has no head, or one with several layers or its own embedding.
     """
-    if target.mtp is None or not is_stored:
+    if isinstance(target, HostedSpec) or target.mtp is None or not is_stored:
         raise ConfigError(
             "speculative_method 'mtp' needs a model with a head for multi-token prediction, of one layer and with the "
             f"embedding of the model (tensors mtp.* of Qwen3.5, nextn.* in GGUF files), and {model} has none: set it "
@@ -30,7 +31,7 @@ def mtp_spec(model: str, target: ModelSpec, *, is_stored: bool = True) -> ModelS
     return replace(target, layers=(target.mtp,), mtp=None, tied_head=True, is_mtp=True)
 
 
-def check_draft(config: EngineConfig, target: ModelSpec, draft: ModelSpec) -> None:
+def check_draft(config: EngineConfig, target: ModelSpec | HostedSpec, draft: ModelSpec | HostedSpec) -> None:
     """Refuse a draft model with another vocabulary size, or for contexts that are too short.
 
     Args:

@@ -9,11 +9,16 @@ from dataclasses import replace
 from quire.config import EngineConfig, StepCost, capture_sizes, step_tokens
 from quire.models.capacity.report import GPUPlan
 from quire.models.capacity.step_memory import StepSizes, captured_bytes, step_bytes
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.spec import ModelSpec
 
 
 def plan_gpu(
-    config: EngineConfig, specs: Sequence[ModelSpec], max_model_len: int, element_bytes: int, memory_bytes: int
+    config: EngineConfig,
+    specs: Sequence[ModelSpec | HostedSpec],
+    max_model_len: int,
+    element_bytes: int,
+    memory_bytes: int,
 ) -> GPUPlan:
     """Return the memory of a GPU besides weights and KV cache.
 
@@ -48,7 +53,7 @@ def step_cost(gpu: GPUPlan | None) -> StepCost | None:
     return None if gpu is None else StepCost(fixed_bytes=gpu.step_bytes + gpu.graph_bytes)
 
 
-def _graph_bytes(config: EngineConfig, specs: Sequence[ModelSpec], sizes: StepSizes) -> int:
+def _graph_bytes(config: EngineConfig, specs: Sequence[ModelSpec | HostedSpec], sizes: StepSizes) -> int:
     """Return the bytes of captured steps, and of passes that make drafts, which ranks do not capture."""
     rows = capture_sizes(replace(config, model=replace(config.model, kernels="triton")), "cuda")
     if not rows:

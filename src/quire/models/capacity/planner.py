@@ -14,7 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config import CACHE_DTYPES, DTYPES, Machine, ParallelConfig, Quantization, context_length, pool_blocks
+from quire.config import (
+    CACHE_DTYPES,
+    DTYPES,
+    Machine,
+    ModelConfig,
+    ParallelConfig,
+    Quantization,
+    context_length,
+    pool_blocks,
+)
 from quire.errors import CheckpointError, ConfigError, shown
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
@@ -23,14 +32,15 @@ from quire.models.capacity.gpu_budget import plan_gpu, step_cost
 from quire.models.capacity.pool_sizing import MIN_FITTED_CONTEXT, memory_concurrency, size_pool
 from quire.models.capacity.report import GPUPlan, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.models.checkpoints.checkpoint import find_gguf, read_config
-from quire.models.families import build
 from quire.models.families.quantization_config import (
     check_stored_method,
     read_quantization_config,
     without_quantization,
 )
 from quire.models.gguf.reader import GGUFFile
+from quire.models.hosted.choice import one_process_only, read_decoder
 from quire.models.specs.cache_layout import cache_specs
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.parameter_estimate import smaller_forms, weight_bytes
 from quire.models.specs.spec import ModelSpec, StateCacheShape, TokenCacheShape
 
@@ -62,17 +72,17 @@ class _Model:
 
     architecture: str
     raw: Mapping[str, Any]
-    spec: ModelSpec
-    stored: ModelSpec
+    spec: ModelSpec | HostedSpec
+    stored: ModelSpec | HostedSpec
     stored_bytes: int | None
     method: str | None
 
     @classmethod
-    def read(cls, name: str, revision: str | None, wanted: str | None = None) -> _Model:
+    def read(cls, options: ModelConfig, name: str, revision: str | None, wanted: str | None = None) -> _Model:
         """Read a model's configuration as the engine does."""
         raw = read_config(name, revision)
         method = read_quantization_config(raw)
-        spec, _ = build(without_quantization(raw))
+        spec = read_decoder(without_quantization(raw), options.model_impl).spec
         file = find_gguf(name, revision)
         check_stored_method(wanted, raw, is_gguf=file is not None)
         stored_bytes = None
@@ -85,6 +95,8 @@ class _Model:
         """Return the part of one of several GPUs."""
         if parallel.tensor_parallel_size == 1:
             return self
+        if isinstance(self.spec, HostedSpec):
+            raise one_process_only()
         from quire.models.capacity.rank_part import rank_spec, stored_spec  # imports torch
 
         spec, num_bytes = rank_spec(self.spec, parallel), self.stored_bytes
@@ -110,7 +122,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     """
     options = request.config.model
     notes: list[str] = []
-    target = _Model.read(options.model, options.revision, options.stored_quantization)
+    target = _Model.read(options, options.model, options.revision, options.stored_quantization)
     draft = _read_draft(request, target)
     target = target.divided(request.config.parallel)
     # Each rank has the whole draft model.
@@ -182,7 +194,7 @@ def _read_draft(request: PlanRequest, target: _Model) -> _Model | None:
         return replace(target, architecture="MTP head", spec=head, stored=head, stored_bytes=target.stored_bytes and 0)
     if name is None:
         return None
-    draft = _Model.read(name, None)
+    draft = _Model.read(request.config.model, name, None)
     check_draft(request.config, target.spec, draft.spec)
     return draft
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.recurrent_spec import GatedDeltaNet, Mamba2, ShortConv
 from quire.models.specs.spec import FFN, Attention, Experts, GatedMLP, LayerSpec, Mixer, MLPBesideExperts, ModelSpec
 
@@ -73,14 +74,14 @@ class StepSizes(NamedTuple):
         return self.max_num_seqs * (1 + max(0, min(self.num_draft_tokens, most, self.max_model_len - 2)))
 
 
-def step_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+def step_bytes(spec: ModelSpec | HostedSpec, sizes: StepSizes) -> int:
     """Return the most bytes of a step besides weights and KV cache, in tensors that are alive at the same time."""
     prefill = sizes.num_prefill_rows * _layers_bytes(spec, sizes, is_last=False)
     return max(prefill, sizes.num_decode_rows * max(_layers_bytes(spec, sizes), _sampling_bytes(spec, sizes)))
 
 
 def captured_bytes(
-    spec: ModelSpec, sizes: StepSizes, num_rows: int, num_table_entries: int, *, makes_drafts: bool = False
+    spec: ModelSpec | HostedSpec, sizes: StepSizes, num_rows: int, num_table_entries: int, *, makes_drafts: bool = False
 ) -> int:
     """Return the bytes of the tensors of captured decode steps; smaller steps share the largest step's.
 
@@ -96,7 +97,7 @@ def captured_bytes(
 # ---- bytes of a row ----
 
 
-def _sampling_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+def _sampling_bytes(spec: ModelSpec | HostedSpec, sizes: StepSizes) -> int:
     num_rows = sizes.num_decode_rows
     scratch = 0 if not sizes.has_sort_scratch else SORT_SCRATCH if num_rows >= MANY_ROWS else SORT_SCRATCH_OF_FEW
     # Rows of drafts are not copied for the device sampler.
@@ -105,7 +106,7 @@ def _sampling_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     return spec.width * sizes.element_bytes + max(sampling, _head_bytes(spec, sizes))
 
 
-def _head_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+def _head_bytes(spec: ModelSpec | HostedSpec, sizes: StepSizes) -> int:
     """Hidden states and normed ones; products, then float32 logits. A rounded head has float32 rows and logits."""
     element = sizes.element_bytes
     if sizes.is_rounded:
@@ -115,9 +116,11 @@ def _head_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     return 2 * spec.width * element + products
 
 
-def _layers_bytes(spec: ModelSpec, sizes: StepSizes, *, is_last: bool = True) -> int:
+def _layers_bytes(spec: ModelSpec | HostedSpec, sizes: StepSizes, *, is_last: bool = True) -> int:
     """Return the bytes of a row at the peak of the layers."""
     element = sizes.element_bytes
+    if isinstance(spec, HostedSpec):
+        return _hosted_bytes(spec, element)
     head_dims = {
         (part.rope, part.head_dim) for layer in spec.layers for part in layer.parts if isinstance(part, Attention)
     }
@@ -136,6 +139,17 @@ def _layers_bytes(spec: ModelSpec, sizes: StepSizes, *, is_last: bool = True) ->
         if idx < end:
             peaks += [live_bytes + peak for peak in _ffn_peaks(layer, spec.width, sizes)]
     return max(peaks)
+
+
+def _hosted_bytes(spec: HostedSpec, element_bytes: int) -> int:
+    """Return the bytes of a row in modules of transformers, which keep intermediate results until a module returns.
+
+    Hidden state, residual and normed one, the latter in float32; three products of the widest layer; or queries, keys
+    and values, rotated ones in halves and whole, packed ones, and what attention returns.
+    """
+    heads = max((call.num_heads + 2 * call.num_kv_heads) * call.head_dim for call in spec.attention)
+    hidden = ROW_BYTES + spec.width * (2 * element_bytes + 2 * WIDE)
+    return hidden + max(3 * spec.most_columns, 6 * heads) * element_bytes
 
 
 def _product(num_columns: int, width: int, sizes: StepSizes) -> int:

@@ -13,6 +13,7 @@ from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.sentence_modules import module_path, read_file, read_modules, refusal_of
 from quire.models.families.base_models import HEADLESS
 from quire.models.specs.encoder_spec import EncoderSpec
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.pooled_spec import ClassifierHead
 from quire.models.specs.spec import ModelSpec
 from quire.sequences.pooling import Pooling, PoolingKind, PoolingParams, PromptedText, Role
@@ -145,7 +146,7 @@ class PoolingConfig(NamedTuple):
 
 def read_pooling(
     checkpoint: Checkpoint,
-    model: ModelSpec | EncoderSpec,
+    model: ModelSpec | HostedSpec | EncoderSpec,
     tokenizer: TextEncoder | None = None,
     classifier: str | None = None,
 ) -> PoolingConfig:
@@ -200,7 +201,7 @@ def read_max_length(checkpoint: Checkpoint) -> int | None:
     return length
 
 
-def _stated_pooling(checkpoint: Checkpoint, model: ModelSpec | EncoderSpec) -> PoolingConfig:
+def _stated_pooling(checkpoint: Checkpoint, model: ModelSpec | HostedSpec | EncoderSpec) -> PoolingConfig:
     is_encoder = isinstance(model, EncoderSpec)
     width = model.dense[-1].width if model.dense else model.width
     plain = PoolingConfig(width, kind="cls" if is_encoder else "last")

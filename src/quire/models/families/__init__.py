@@ -115,13 +115,20 @@ def build(config: Mapping[str, Any]) -> tuple[ModelSpec, WeightMap]:
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         raise CheckpointError("config.json lacks the field architectures", field="architectures")
-    for name in names:
-        if isinstance(name, str) and generating_name(name, config) in FAMILIES:
-            fields = HFConfig(config)
-            spec, weights = with_score_head(name, fields, *FAMILIES[generating_name(name, config)](fields))
-            dense, dense_weights = read_dense(fields)
-            return replace(spec, dense=dense), weights | dense_weights
+    name = find_family(config)
+    if name is not None:
+        fields = HFConfig(config)
+        spec, weights = with_score_head(name, fields, *FAMILIES[generating_name(name, config)](fields))
+        dense, dense_weights = read_dense(fields)
+        return replace(spec, dense=dense), weights | dense_weights
     raise UnsupportedModel(
         f"the architecture {shown(names[0])} is not implemented; docs/checkpoints.md lists those that are",
         field="architectures",
     )
+
+
+def find_family(config: Mapping[str, Any]) -> str | None:
+    """Return the first architecture of a configuration that a family of decoders implements; None without one."""
+    names = config.get("architectures")
+    texts = (name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
+    return next((name for name in texts if generating_name(name, config) in FAMILIES), None)

@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from quire.models.modules.experts import ExpertProjections
 from quire.models.modules.weight_slots import WeightSlot
-from quire.models.specs.parameter_estimate import DOWN_GROUP
+from quire.models.specs.parameter_counts import DOWN_GROUP
 from quire.models.specs.spec import Experts
 from quire.ops.interface.adapted_experts import group_pairs
 from quire.ops.interface.ops import Activation, Ops

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from quire.models.modules.projections import Projection
-from quire.models.specs.parameter_estimate import DOWN_GROUP
+from quire.models.specs.parameter_counts import DOWN_GROUP
 from quire.ops.interface.ops import Ops, RoundsInputs
 
 # Layers with fewer outputs keep 8 bits: routers and gates are narrow, and rounding them changes which experts run.

@@ -8,10 +8,14 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.families import read_model
+from quire.models.families.encoders import build_encoder, find_encoder
 from quire.models.families.quantization_config import without_quantization
 from quire.models.gguf.block_types import BLOCK_TYPES
 from quire.models.gguf.tensor_types import TENSOR_TYPES
+from quire.models.hosted.choice import read_decoder
+from quire.models.specs.encoder_spec import EncoderSpec
+from quire.models.specs.hosted_spec import HostedSpec
+from quire.models.specs.spec import ModelSpec
 from quire.models.stored_quantization import StoredQuantization, read_quantization
 from quire.models.tensors.stored_tensor import StoredTensor
 
@@ -50,6 +54,8 @@ class Inspection:
         types: use of each type, in quantised layers and in others, the most bytes first.
         metadata: fields of a GGUF file, with lengths in place of arrays.
         problem: reason why the checkpoint would be refused; "" if it would be served.
+        model_impl: implementation that would compute the model: "native" or "transformers"; "" if it would be refused.
+        notes: differences of transformers' modules from a family.
     """
 
     format: str
@@ -61,6 +67,8 @@ class Inspection:
     types: tuple[TypeUse, ...]
     metadata: dict[str, Any]
     problem: str = ""
+    model_impl: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -68,19 +76,24 @@ class Inspection:
         return sum(use.num_bytes for use in self.types)
 
 
-def inspect(checkpoint: Checkpoint) -> Inspection:
-    """Describe a checkpoint from its headers, without reading weights."""
+def inspect(checkpoint: Checkpoint, model_impl: str = "auto") -> Inspection:
+    """Describe a checkpoint from its headers, without reading weights; for `model_impl`, see `ModelConfig`."""
     kind, problem = "safetensors" if checkpoint.gguf_fields is None else "GGUF", ""
     num_layers = width = vocab_size = max_position = 0
+    implementation: str = ""
+    notes: tuple[str, ...] = ()
     quantized: set[str] = set()
     try:
         quantization = read_quantization(checkpoint.config, checkpoint.tensors)
         if quantization is not None:
             kind += f", {type(quantization).__name__}"
             quantized = _quantized_tensors(quantization, checkpoint)
-        spec, _ = read_model(without_quantization(checkpoint.config))
-        num_layers, width = len(spec.layers), spec.width
-        vocab_size, max_position = spec.vocab_size, spec.max_position
+        spec = _read_spec(checkpoint, model_impl)
+        num_layers = spec.num_layers if isinstance(spec, HostedSpec) else len(spec.layers)
+        width, vocab_size, max_position = spec.width, spec.vocab_size, spec.max_position
+        implementation, notes = "native", ()
+        if isinstance(spec, HostedSpec):
+            implementation, notes = "transformers", spec.notes
     except ConfigError as error:
         problem = str(error)
     names = checkpoint.config.get("architectures")
@@ -99,7 +112,14 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         _types(checkpoint, quantized),
         metadata,
         problem,
+        implementation,
+        notes,
     )
+
+
+def _read_spec(checkpoint: Checkpoint, model_impl: str) -> ModelSpec | HostedSpec | EncoderSpec:
+    config = without_quantization(checkpoint.config)
+    return read_decoder(config, model_impl).spec if find_encoder(config) is None else build_encoder(config)[0]
 
 
 def _quantized_tensors(quantization: StoredQuantization, checkpoint: Checkpoint) -> set[str]:

@@ -20,11 +20,15 @@ from quire.models.checkpoints.tensor_reader import TensorReader
 from quire.models.families import build
 from quire.models.families.encoders import build_encoder
 from quire.models.families.quantization_config import without_quantization
+from quire.models.hosted.choice import read_decoder
+from quire.models.loading.hosting import check_hosted, load_hosted
 from quire.models.loading.sizes import check_sizes
 from quire.models.loading.weights import load_weights
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.encoder import Encoder
 from quire.models.modules.stages import StageDecoder, part_of
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.sharding import Split, shard_spec, share_of, splits_of
 from quire.models.specs.spec import Attention, LayerSpec, ModelSpec, WeightMap, experts_of
 from quire.models.specs.stage_spec import renamer
@@ -39,6 +43,7 @@ def load_decoder(
     device: str,
     dtype: torch.dtype,
     kernels: str = "auto",
+    model_impl: str = "auto",
     quantization: Quantization | None = None,
     weight_packing: str = "auto",
     deterministic: bool = False,
@@ -47,13 +52,14 @@ def load_decoder(
     adapter: Path | None = None,
     max_lora_rank: int = 0,
     ranks: RankGroup | None = None,
-) -> Decoder:
+) -> CausalModel:
     """Build a checkpoint's decoder, and load its weights.
 
     Args:
         checkpoint: the model's files.
         device: "cpu" or "cuda".
         dtype: dtype of weights, hidden states and cache, from `choose_dtype`.
+        model_impl: see `ModelConfig`.
         kernels, quantization, weight_packing, deterministic: kernels and the form of weights; see
             `quire.ops.make_ops`.
         max_model_len: longest context that is served, in tokens; None for the model's own limit.
@@ -69,11 +75,15 @@ def load_decoder(
         CheckpointError: a tensor or a field is missing or wrong.
     """
     _check_packing(weight_packing, dtype)
-    spec, weight_map = build(without_quantization(checkpoint.config))
-    check_sizes(spec, checkpoint.tensors)
+    spec, weight_map = read_decoder(without_quantization(checkpoint.config), model_impl)
     if max_model_len is not None:
         spec = spec.for_context(max_model_len)
     torch_device = torch.device(device)
+    if isinstance(spec, HostedSpec):
+        check_hosted(checkpoint, deterministic=deterministic, adapter=adapter, ranks=ranks)
+        ops = make_ops(torch_device, kernels, quantization, weight_packing)
+        return load_hosted(checkpoint, spec, ops if wrap_ops is None else wrap_ops(ops), dtype, torch_device)
+    check_sizes(spec, checkpoint.tensors)
     if deterministic:
         check_deterministic(spec)
     ops = make_ops(torch_device, kernels, quantization, weight_packing, deterministic)
@@ -142,7 +152,7 @@ def _check_packing(weight_packing: str, dtype: torch.dtype) -> None:
 
 
 def make_adapter_slots(
-    checkpoint: Checkpoint, decoder: Decoder, max_rank: int, ranks: RankGroup | None = None
+    checkpoint: Checkpoint, decoder: CausalModel, max_rank: int, ranks: RankGroup | None = None
 ) -> AdapterSlots:
     """Make the linear layers of a decoder take adapters.
 
@@ -152,6 +162,10 @@ def make_adapter_slots(
         max_rank: largest rank of an adapter.
         ranks: ranks that share the decoder; None for one process.
     """
+    if not isinstance(decoder, Decoder):
+        raise ConfigError(
+            "enable_lora needs a family of Quire: modules of transformers take no adapters yet", field="enable_lora"
+        )
     spec, weight_map = build(without_quantization(checkpoint.config))
     modules = _adapted_modules(checkpoint, spec, weight_map, decoder, ranks)
     experts, row_count = ExpertLayers(spec, weight_map), _row_counter(checkpoint)

@@ -13,7 +13,7 @@ from quire.models.modules.norms import JointNorms, scale_slot, unit_scale
 from quire.models.modules.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.modules.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
-from quire.models.specs.parameter_estimate import DOWN_GROUP
+from quire.models.specs.parameter_counts import DOWN_GROUP
 from quire.models.specs.rotations import Rope
 from quire.ops.interface.fused_layers import PackedAttention, PackedMLP
 from quire.ops.interface.ops import AttentionBatch, HeadNorms, Ops, Rotation, StateBatch, StepAttention

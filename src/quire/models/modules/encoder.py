@@ -23,7 +23,7 @@ from quire.models.specs.encoder_spec import (
     EncoderSpec,
     RelativePositions,
 )
-from quire.models.specs.parameter_estimate import DOWN_GROUP
+from quire.models.specs.parameter_counts import DOWN_GROUP
 from quire.ops.interface.ops import Ops, Rotation
 
 # Name of the addends of scores by distance.

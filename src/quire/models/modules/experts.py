@@ -13,7 +13,7 @@ from quire.models.modules.norms import Norm
 from quire.models.modules.projections import Projection, ResidualAdd
 from quire.models.modules.weight_slots import WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
-from quire.models.specs.parameter_estimate import DOWN_GROUP
+from quire.models.specs.parameter_counts import DOWN_GROUP
 from quire.ops.interface.adapted_experts import ExpertAdapters, ExpertPairs, group_pairs
 from quire.ops.interface.adapted_linear import StepAdapters
 from quire.ops.interface.fused_layers import FusedExperts, FusesExperts, RoutedExperts

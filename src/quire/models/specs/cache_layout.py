@@ -6,11 +6,12 @@ from quire.config import CacheDtype
 from quire.errors import UnsupportedModel
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.models.specs.encoder_spec import EncoderSpec
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.spec import LayerGroup, ModelSpec, StateCacheShape
 
 
 def cache_specs(
-    spec: ModelSpec | EncoderSpec, block_size: int, cache_dtype: CacheDtype, input_bytes: int
+    spec: ModelSpec | HostedSpec | EncoderSpec, block_size: int, cache_dtype: CacheDtype, input_bytes: int
 ) -> tuple[KVCacheSpec, ...]:
     """Return the cache spec of each cache group of a model, in the order of `ModelSpec.cache_groups`.
 

@@ -5,11 +5,19 @@ Norms, biases and convolution taps are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from fractions import Fraction
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from quire.config import Quantization
+from quire.models.specs.hosted_spec import HostedSpec
+from quire.models.specs.parameter_counts import (
+    DOWN_GROUP,
+    GROUP,
+    MXFP4_BYTES,
+    QUANTISED_BYTES,
+    SCALE_BYTES,
+    ParameterCounts,
+)
 from quire.models.specs.spec import (
     FFN,
     Attention,
@@ -23,20 +31,6 @@ from quire.models.specs.spec import (
     ModelSpec,
     ShortConv,
 )
-
-# Bytes of one quantised weight with its scales: in the layers, with groups of 32, and in the output head.
-QUANTISED_BYTES: Final[Mapping[Quantization, tuple[Fraction, Fraction]]] = {
-    "int8": (Fraction(17, 16), Fraction(17, 16)),
-    "int4": (Fraction(9, 16), Fraction(13, 16)),
-}
-# Inputs per bfloat16 scale of quantised weights; in int8, the last projections of FFNs have smaller groups, because
-# some of their inputs are many times as large as the others.
-GROUP: Final = 32
-DOWN_GROUP: Final = 16
-SCALE_BYTES: Final = 2
-
-# Bytes of a weight of experts that a checkpoint stores in MXFP4.
-MXFP4_BYTES: Final = Fraction(9, 16)
 
 
 class Matrix(NamedTuple):
@@ -74,52 +68,10 @@ class Matrix(NamedTuple):
         return self.num_rows * num_groups * (group * (4 if is_paired else 8) // 8 + SCALE_BYTES)
 
 
-class ParameterCounts(NamedTuple):
-    """The parameters of the language model; vision and audio encoders are not counted.
-
-    Args:
-        tables: parameters of the embedding tables.
-        head: parameters of the output head, which is the embedding table if tied.
-        is_tied: whether the head is tied.
-        projections: parameters of all other matrices.
-        experts: parameters of the experts' projections, included in `projections`.
-        downs: parameters of the last projections of FFNs without experts, included in `projections`.
-    """
-
-    tables: int
-    head: int
-    is_tied: bool
-    projections: int
-    experts: int = 0
-    downs: int = 0
-
-    @property
-    def total(self) -> int:
-        """Number of parameters; a tied head is counted once."""
-        return self.tables + (0 if self.is_tied else self.head) + self.projections
-
-    def num_bytes(self, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False) -> int:
-        """Return the bytes of the weights; a quantised head is stored separately from the embedding table."""
-        if is_mxfp4:
-            others = self._replace(projections=self.projections - self.experts, experts=0)
-            return others.num_bytes(element_bytes, quantization) + int(self.experts * MXFP4_BYTES)
-        if quantization is None:
-            return self.total * element_bytes
-        projection_bytes, head_bytes = self.bytes_of_weights(quantization)
-        return self.tables * element_bytes + int(self.head * head_bytes) + int(self.projections * projection_bytes)
-
-    def bytes_of_weights(self, quantization: Quantization) -> tuple[Fraction, Fraction]:
-        """Return the bytes of a quantised weight with its scales: the mean of the projections, and in the head."""
-        projection_bytes, head_bytes = QUANTISED_BYTES[quantization]
-        if quantization == "int8" and self.projections:
-            num_more = Fraction(SCALE_BYTES, DOWN_GROUP) - Fraction(SCALE_BYTES, GROUP)
-            # A third of the parameters of an expert is in its last projection.
-            projection_bytes += num_more * (self.downs + self.experts // 3) / self.projections
-        return projection_bytes, head_bytes
-
-
-def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
+def estimate_parameters(spec: ModelSpec | HostedSpec) -> ParameterCounts:
     """Estimate the parameters of a model."""
+    if isinstance(spec, HostedSpec):
+        return spec.parameters
     embedding = _embedding_size(spec)
     matrices = list(_projections(spec))
     return ParameterCounts(
@@ -139,7 +91,12 @@ def smaller_forms(quantization: Quantization | None) -> tuple[Quantization, ...]
 
 
 def weight_bytes(
-    spec: ModelSpec, element_bytes: int, quantization: Quantization | None, device: str, *, is_mxfp4: bool = False
+    spec: ModelSpec | HostedSpec,
+    element_bytes: int,
+    quantization: Quantization | None,
+    device: str,
+    *,
+    is_mxfp4: bool = False,
 ) -> int:
     """Return about how many bytes the weights of a model take.
 
@@ -153,7 +110,7 @@ def weight_bytes(
 
 
 def triton_bytes(
-    spec: ModelSpec, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False
+    spec: ModelSpec | HostedSpec, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False
 ) -> int:
     """Return the bytes of a model's weights with Triton's kernels, which have their own layout of quantised weights.
 
@@ -163,8 +120,8 @@ def triton_bytes(
         quantization: rounding of the weights of linear layers; a rounded head is there beside a tied table.
         is_mxfp4: see `ParameterCounts.num_bytes`.
     """
-    if quantization is None:
-        return estimate_parameters(spec).num_bytes(element_bytes, None, is_mxfp4=is_mxfp4)
+    if quantization is None or isinstance(spec, HostedSpec):
+        return estimate_parameters(spec).num_bytes(element_bytes, quantization, is_mxfp4=is_mxfp4)
     tables = _embedding_size(spec) + _per_layer_table_size(spec)
     head = Matrix(_embedding_size(spec) // spec.width, spec.width, min_bits=6)
     return tables * element_bytes + sum(

@@ -53,6 +53,7 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "created": state.created,
         "owned_by": "quire",
         "max_model_len": state.llm.resolved.max_model_len,
+        "model_impl": state.llm.resolved.model_impl,
         "tool_call_parser": None if state.tool_format is None else state.tool_format.name,
         "reasoning_parser": None if state.reasoning is None else state.reasoning.form.name,
     }
