@@ -16,9 +16,10 @@ from quire import LLM, SamplingParams, ToolCall
 from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature
 from quire.sequences.structured import StructuredOutputs
-from quire.text.tool_calls import ToolModel, choose_format
+from quire.text.tool_calls import ToolModel
 from tests.server import checkpoint
 from tests.server.tool_checkpoint import BARE, PATHS, REQUIRED_FORMS, save
+from tests.text.tool_calls.markups import form_of
 from tests.text.tool_calls.schema_check import fits
 
 needs_grammars = pytest.mark.skipif(
@@ -322,7 +323,7 @@ def test_a_schema_that_does_not_compile_is_shown_as_it_was_given(hermes: LLM) ->
 
 @needs_grammars
 def test_tools_that_are_too_much_together_are_counted_not_shown(hermes: LLM) -> None:
-    use = ToolModel(hermes.tokenizer, choose_format("hermes", ""), 500, "").read(TOOLS, None, None)
+    use = ToolModel(hermes.tokenizer, form_of("hermes"), 500, "").read(TOOLS, None, None)
     assert use is not None
     grammar = use.sampling(None, None)["structured_outputs"].grammar
     slow = "a grammar in Lark or GBNF that compiles: it takes longer than 10 s (grammar_timeout_s)"

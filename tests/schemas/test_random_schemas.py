@@ -19,15 +19,15 @@ from quire.errors import InvalidParameter
 from quire.sequences.structured import GrammarSource
 from quire.text.schemas.forms import ANY, Anything, Array, NormalSchema, Object
 from quire.text.schemas.normal import normalise
-from quire.text.tool_calls import ToolFormat, choose_format
 from quire.text.tool_calls.argument_schema import argument_schema
 from quire.text.tool_calls.value_grammar import ABILITIES
 from tests.schemas.random_schemas import SCALARS, WORDS, SchemaMaker
 from tests.schemas.refusals import NOT_ENFORCED
+from tests.text.tool_calls.markups import form_of
 
 walks = pytest.importorskip("tests.schemas.walks")
 FORMS = {
-    "hermes": "", "llama3": "", "mistral": "[TOOL_CALLS] [ARGS]", "deepseek": "", "harmony": "",
+    "hermes": "", "llama3": "", "mistral": "named", "deepseek": "", "harmony": "",
     "qwen3_xml": "", "gemma4": "", "lfm2": "",
 }  # fmt: skip
 WITHOUT_JSON = ("qwen3_xml", "gemma4", "lfm2")
@@ -60,12 +60,6 @@ REASONS: dict[str, str] = {
     "another part has patterns": '"patternProperties"',
     "whether a pattern beside it matches": '"patternProperties"',
 }
-
-
-def form_of(name: str) -> ToolFormat:
-    form = choose_format(name, FORMS[name])
-    assert form is not None
-    return form
 
 
 def check_reason(reason: str, schema: dict[str, Any]) -> str:
@@ -165,7 +159,7 @@ def check_answer(schema: dict[str, Any], is_closed: bool, rng: Random, seen: Cou
 
 def check_tool(name: str, schema: dict[str, Any], rng: Random, seen: Counter[str], *, is_strict: bool) -> Any:
     """Check one call, and return the matcher of calls; None where the schema is refused."""
-    form = form_of(name)
+    form = form_of(name, FORMS[name])
     try:
         matcher, function = walks.call_matcher(form, schema, is_strict=is_strict)
     except (InvalidParameter, ValueError) as error:

@@ -35,7 +35,8 @@ CLOSED = {
     "harmony": f"{CHANNEL}final{MESSAGE}",
 }
 TEMPLATE = (
-    "{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }} as in <tool_call>{{ eos_token }}{% endif %}"
+    "{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }} as in <tool_call>JSON</tool_call>{{ eos_token }}"
+    "{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>"
     "{% if message.reasoning_content %}[{{ message.reasoning_content }}|{{ message.reasoning }}]{% endif %}"
     "{{ message.content }}{{ eos_token }}{% endfor %}"

@@ -66,7 +66,7 @@ def test_thinking_is_reasoning_and_the_answer_is_content(thinker: ServerProcess)
     # Its tokens are the tags, three of the thought, two of the answer, and the end.
     assert answer["usage"]["completion_tokens"] == 8
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
-    assert "Reasoning: read in the format think, as the chat template shows" in thinker.log.read_text()
+    assert "Reasoning: read in the format think, with which the chat template begins answers" in thinker.log.read_text()
     (card,) = thinker.http.get("/v1/models").json()["data"]
     assert card["reasoning_parser"] == "think"
     assert "thinking" in thinker.post("/api/show", {"model": card["id"]}).json()["capabilities"]

@@ -54,7 +54,8 @@ def test_a_model_that_calls_tools_has_them_called(serve: Serve, form: str) -> No
     assert reasons(chunks) == ["tool_calls"]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
-    assert f"Tool calls: read in the format {form}, as the chat template shows" in server.log.read_text()
+    said = f"Tool calls: read in the format {form}, which the instructions of the chat template show"
+    assert said in server.log.read_text()
     (card,) = server.http.get("/v1/models").json()["data"]
     assert card["tool_call_parser"] == form
 
@@ -161,7 +162,7 @@ def test_tools_results_and_earlier_calls_reach_the_prompt(hermes: ServerProcess)
     prompt = hermes.post("/detokenize", {"tokens": ids}).json()["prompt"]
     listed = [WEATHER, {**NOW, "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
     assert prompt == (
-        f"<|bos|><|system|>{json.dumps(listed)} as in <tool_call><|eos|><|user|>hi<|eos|>"
+        f"<|bos|><|system|>{json.dumps(listed)} as in <tool_call>JSON</tool_call><|eos|><|user|>hi<|eos|>"
         "<|assistant|>get_weather:Paris<|eos|><|tool|>rain<|eos|><|assistant|>"
     )
     answer = hermes.post(CHAT, {**ASK, **body, "return_token_ids": True}).json()

@@ -70,13 +70,14 @@ MARKERS = (
     *("<|call|>", "<|constrain|>"),
 )
 SHOWN = {
-    "hermes": "<tool_call>",
-    "llama3": "<|python_tag|>",
-    "mistral": "[TOOL_CALLS][ARGS]",
-    "qwen3_xml": "<tool_call><function=name><parameter=key>",
-    "gemma4": "<|tool_call>call:",
-    "lfm2": "<|tool_call_start|>",
-    "deepseek": "<｜tool▁calls▁begin｜>",
+    "hermes": "<tool_call>JSON</tool_call>",
+    "llama3": "<|python_tag|>JSON",
+    "mistral": "[TOOL_CALLS]name[ARGS]JSON",
+    "qwen3_xml": "<tool_call><function=name><parameter=key></parameter></function></tool_call>",
+    "gemma4": "<|tool_call>call:name{}<tool_call|>",
+    "lfm2": "<|tool_call_start|>[name()]<|tool_call_end|>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
     "harmony": "<|channel|>commentary to=functions.",
 }
 TEMPLATE = (

@@ -12,7 +12,8 @@ import llguidance
 
 from quire.sequences.structured import OR_ELSE, GrammarSource
 from quire.text.structured.compiled_grammar import compile_grammar
-from quire.text.tool_calls import CallRules, Function, choose_format
+from quire.text.tool_calls import CallRules, Function
+from tests.text.tool_calls.markups import form_of
 
 NEVER = {"type": "string", "pattern": "^a$", "minLength": 3}
 UNKNOWN = {"type": "string", "pattern": r"^\p{Foo}$"}
@@ -49,8 +50,7 @@ def test_a_rule_without_another_one_makes_an_error(rule: str) -> None:
 @pytest.mark.parametrize("name", ["hermes", "qwen3_xml", "gemma4", "lfm2"])
 @pytest.mark.parametrize("odd", [NEVER, UNKNOWN])
 def test_one_tool_takes_no_other_down(name: str, odd: dict[str, object]) -> None:
-    form = choose_format(name, "")
-    assert form is not None
+    form = form_of(name)
     good = Function("good", {"type": "object", "properties": {"v": {"enum": [5]}}, "required": ["v"]})
     bad = {"type": "object", "properties": {"w": odd}, "required": ["w"]}
     loose = GrammarSource("grammar", form.grammar(CallRules(functions=[good, Function("bad", bad)], is_required=True)))

@@ -14,10 +14,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from quire.text.chat.chat_template import ChatTemplate
-from quire.text.reasoning.formats import THINK, choose_reasoning_format
+from quire.text.reasoning import choose_reasoning_format
+from quire.text.reasoning.formats import THINK
 from quire.text.tool_calls import choose_format
 from quire.text.tool_calls.calls import Function
 from quire.text.tool_calls.parser import CallParser
+from tests.text.tool_calls.markups import form_of
 from tools.bundled_model.calibration import lines
 from tools.bundled_model.card import CONTINUED, training_section
 from tools.bundled_model.conversation import CHAT_TEMPLATE, MARKERS, document_of, prompt_of
@@ -96,16 +98,16 @@ def test_a_tool_is_listed_as_a_signature(template: ChatTemplate) -> None:
 
 
 def test_the_template_shows_its_formats() -> None:
-    form = choose_format("auto", CHAT_TEMPLATE)
-    assert form is not None
+    template = ChatTemplate(CHAT_TEMPLATE)
+    form = choose_format("auto", template).form
     assert form.name == "hermes"
-    assert choose_reasoning_format("auto", CHAT_TEMPLATE) is THINK
+    assert choose_reasoning_format("auto", template).form is THINK
+    template.close()
 
 
 def test_the_parser_reads_the_calls_that_were_learned() -> None:
     rng = random.Random(2)
-    form = choose_format("hermes", "")
-    assert form is not None
+    form = form_of("hermes")
     for kind in [*KINDS, *(looked_up(rng) for _ in range(10))]:
         tool = new_tool(rng, kind)
         told = exchange(rng, tool)

@@ -26,7 +26,7 @@ from quire.server.requests.errors import stopping
 from quire.server.settings import ServerConfig
 from quire.server.state.state import ServerState
 from quire.server.state.tracing import RequestTracer
-from quire.text.reasoning import ReasoningModel
+from quire.text.reasoning import ReasoningModel, choose_reasoning_format
 from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolFormat, choose_format
 
@@ -94,11 +94,11 @@ def _read_tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | 
     template = None if tokenizer is None else tokenizer.chat_template
     if template is None or not template.supports_tools:
         return None
-    form = choose_format(wanted, template.for_tools.source)
+    form, reason = choose_format(wanted, template)
     if form is None:
-        logger.warning("Tool calls: the chat template does not show the format; --tool-call-parser can set it")
+        logger.warning("Tool calls: %s; --tool-call-parser can set it", reason)
     else:
-        source = "as the chat template shows" if wanted == "auto" else "as --tool-call-parser says"
+        source = reason if wanted == "auto" else "as --tool-call-parser says"
         logger.info("Tool calls: read in the format %s, %s", form.name, source)
     return form
 
@@ -106,9 +106,10 @@ def _read_tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | 
 def _read_reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: frozenset[int]) -> ReasoningModel | None:
     """Return and log the format of the model's thinking; None if it is unknown."""
     model = ReasoningModel.find(wanted, tokenizer, end_token_ids)
-    if model is None:
+    if model is None or tokenizer is None or tokenizer.chat_template is None:
         return None
-    source = "as the chat template shows" if wanted == "auto" else "as --reasoning-parser says"
+    found = choose_reasoning_format(wanted, tokenizer.chat_template)
+    source = found.reason if wanted == "auto" else "as --reasoning-parser says"
     logger.info("Reasoning: read in the format %s, %s", model.form.name, source)
     if model.tokens is None:
         logger.warning("Reasoning: its markers are no tokens of the model, so grammars and budgets cannot follow it")

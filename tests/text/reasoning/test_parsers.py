@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.sequences.thinking import ThinkingPhase
-from quire.text.reasoning import REASONING_FORMATS, ReasoningSplit, choose_reasoning_format
+from quire.text.reasoning import REASONING_FORMATS, ReasoningSplit
 from quire.text.reasoning.harmony import MAX_HEADER_CHARS
 
 BEFORE, INSIDE, AFTER = ThinkingPhase.BEFORE, ThinkingPhase.INSIDE, ThinkingPhase.AFTER
@@ -119,27 +119,3 @@ def test_text_is_given_out_as_soon_as_it_is_sure() -> None:
     assert parser.push("nk>") == ("", "")
     assert parser.push("\nYes ") == ("", "Yes ")
     assert parser.push("no") == ("", "no")
-
-
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        ("{{ '<think>' }}", "think"),
-        ("{% if '</think>' in content %}", "think"),
-        ("<|turn>model\n<|channel>thought", "gemma4"),
-        ("<|start|>assistant<|channel|>final<|message|>", "harmony"),
-        ("{{ '<seed:think>' }}", "seed_oss"),
-        ("[THINK]{{ thinking }}[/THINK]", "mistral"),
-        ("<|START_THINKING|>{{ plan }}", "cohere"),
-        ("write between <think></think>, and <response></response>", "think_answer"),
-        ("{{ reasoning }}[BEGIN FINAL RESPONSE]", "apriel"),
-        ("after 'Here is my thought process:', and after 'Here is my response:'", "granite"),
-        ("<think><tool_response>", "think"),
-        ("<|assistant|>", None),
-    ],
-)
-def test_a_template_shows_the_format(template: str, name: str | None) -> None:
-    form = choose_reasoning_format("auto", template)
-    assert (None if form is None else form.name) == name
-    assert choose_reasoning_format("none", template) is None
-    assert choose_reasoning_format("gemma4", template) is REASONING_FORMATS["gemma4"]

@@ -11,8 +11,9 @@ import pytest
 
 from quire.text.tokenizers.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizers.tokenizer import Tokenizer
-from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, choose_format, merge
+from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, merge
 from quire.text.tool_calls.grammar import text_tokens
+from tests.text.tool_calls.markups import form_of
 from tests.text.tool_calls.schema_check import fits
 from tests.text.tool_calls.vocabulary import vocabulary
 
@@ -33,7 +34,7 @@ MARKERS = {
     "llama3": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
 }
-FORMS = [("hermes", ""), ("llama3", ""), ("mistral", "[TOOL_CALLS]"), ("mistral", "[TOOL_CALLS] [CALL_ID] [ARGS]")]
+FORMS = [("hermes", ""), ("llama3", ""), ("mistral", ""), ("mistral", "ids")]
 # Special tokens that text leaves out, and tokens that it shows.
 UNSEEN = ("<|x|>", "plain")
 SEEN = ("<think>", "</think>", "[bar]", "<tool_response>", "<b>")
@@ -159,13 +160,12 @@ def worlds() -> dict[tuple[str, str], World]:
 
 @pytest.mark.parametrize("shows_special", [False, True])
 @pytest.mark.parametrize("kind", ["special", "plain", "none"])
-@pytest.mark.parametrize(("name", "template"), FORMS)
+@pytest.mark.parametrize(("name", "markup"), FORMS)
 @pytest.mark.pairwise
 def test_no_tokens_write_a_call_that_no_schema_holds(
-    name: str, template: str, kind: str, shows_special: bool, worlds: dict[tuple[str, str], World]
+    name: str, markup: str, kind: str, shows_special: bool, worlds: dict[tuple[str, str], World]
 ) -> None:
-    world, form = worlds[name, kind], choose_format(name, template)
-    assert form is not None
+    world, form = worlds[name, kind], form_of(name, markup)
     others = text_tokens(world.tokenizer, form.marker, world.num_ids)
     num_ended = num_calls = num_others = 0
     for seed in range(45):
@@ -207,8 +207,7 @@ def test_tokens_of_which_a_mark_could_be_made_are_no_text(worlds: dict[tuple[str
 
 
 def test_other_tokens_stand_anywhere_but_behind_a_part_of_a_mark(worlds: dict[tuple[str, str], World]) -> None:
-    world, form = worlds["hermes", "special"], choose_format("hermes", "")
-    assert form is not None
+    world, form = worlds["hermes", "special"], form_of("hermes")
     (unseen,) = [one for one in world.others if world.tokenizer.token_text(one) == "<|x|>"]
     grammar = form.grammar(CallRules(functions=FUNCTIONS, tokens=world.tokens, text_tokens=(unseen,)))
 

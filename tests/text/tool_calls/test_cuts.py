@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from quire.text.tool_calls import CallDelta, CallParser, Function, ToolFormat, choose_format, merge
+from quire.text.tool_calls import CallDelta, CallParser, Function, ToolFormat, merge
 from quire.text.tool_calls.calls import Piece
+from tests.text.tool_calls.markups import form_of
 
 FUNCTIONS = (Function("add", {}), Function("get_weather", {"properties": {"city": {"type": "string"}}}))
 PARIS = '{"city": "Paris"}'
 PLAIN_CALL = f'{{"name": "get_weather", "arguments": {PARIS}}}'
 ADD_CALL = '{"name": "add", "arguments": {}}'
-# The form, the text by which its template shows it, and the calls as a grammar writes them; the last text is the one
+# The form, its markup, and the calls as a grammar writes them; the last text is the one
 # with which the name of the first call is complete.
 CASES = [
     ("hermes", "", f"<tool_call>\n{PLAIN_CALL}\n</tool_call>\n<tool_call>\n{ADD_CALL}\n</tool_call>", 'weather"'),
     ("llama3", "", f"{PLAIN_CALL}; {ADD_CALL}".replace("arguments", "parameters"), 'weather"'),
-    ("mistral", "[TOOL_CALLS]", f"[TOOL_CALLS] [{PLAIN_CALL}, {ADD_CALL}]", 'weather"'),
+    ("mistral", "", f"[TOOL_CALLS] [{PLAIN_CALL}, {ADD_CALL}]", 'weather"'),
     (
         "mistral",
-        "[TOOL_CALLS][CALL_ID][ARGS]",
+        "ids",
         f"[TOOL_CALLS]get_weather[CALL_ID]x1y2z3a4b[ARGS]{PARIS}[TOOL_CALLS]add[ARGS]{{}}",
         "weather[",
     ),
@@ -46,7 +47,7 @@ CASES = [
     ),
     (
         "deepseek",
-        "```json",
+        "fenced",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
         f"{PARIS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
         "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -70,12 +71,9 @@ def read(form: ToolFormat, parts: list[str], *, is_required: bool) -> tuple[str,
 
 
 @pytest.mark.parametrize("is_required", [True, False])
-@pytest.mark.parametrize(("name", "template", "text", "named"), CASES)
-def test_a_call_that_has_begun_is_no_content(
-    name: str, template: str, text: str, named: str, is_required: bool
-) -> None:
-    form = choose_format(name, template)
-    assert form is not None
+@pytest.mark.parametrize(("name", "markup", "text", "named"), CASES)
+def test_a_call_that_has_begun_is_no_content(name: str, markup: str, text: str, named: str, is_required: bool) -> None:
+    form = form_of(name, markup)
     # With text before them, calls of Llama's format have a mark; without it their mark is the name.
     heads = [""] if is_required else ["", f"I look.\n{form.marker if form.may_be_bare else ''}"]
     for head in heads:
@@ -112,8 +110,7 @@ def test_a_call_that_has_begun_is_no_content(
     ("text", "is_inside"), [("", False), ("\n", False), ("\n<tool", False), ("\n<tool_call>", True)]
 )
 def test_what_follows_a_whole_call_says_whether_it_is_the_last_one(text: str, is_inside: bool) -> None:
-    form = choose_format("hermes", "")
-    assert form is not None
+    form = form_of("hermes")
     written = f"<tool_call>\n{ADD_CALL}\n</tool_call>{text}"
     content, calls, parser = read(form, [written], is_required=False)
     assert (content, len(calls), parser.is_inside_call) == ("\n<tool" if text == "\n<tool" else "", 1, is_inside)
@@ -123,8 +120,7 @@ def test_what_follows_a_whole_call_says_whether_it_is_the_last_one(text: str, is
 
 def test_a_marker_in_an_answer_of_another_form_is_content() -> None:
     # With response_format, JSON may be written beside the calls.
-    form = choose_format("hermes", "")
-    assert form is not None
+    form = form_of("hermes")
     for answer in ('{"a": "<tool_call>"}', '{"a": "<tool_call> {"}', '{"a": "<tool_call>x'):
         content, calls, parser = read(form, [answer], is_required=False)
         assert (content, calls, parser.is_inside_call) == (answer, [], False)

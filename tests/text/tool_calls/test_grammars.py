@@ -11,9 +11,10 @@ import pytest
 
 from quire.errors import InvalidParameter
 from quire.text.tokenizers.tokenizer import Tokenizer
-from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, ToolFormat, choose_format, merge
+from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, ToolFormat, merge
 from quire.text.tool_calls.formats import DEEPSEEK
 from quire.text.tool_calls.harmony import HarmonyCalls
+from tests.text.tool_calls.markups import form_of
 from tests.text.tool_calls.schema_check import fits
 from tests.text.tool_calls.vocabulary import vocabulary
 
@@ -59,16 +60,15 @@ MARKERS = {
     "deepseek": DEEPSEEK.marks,
     "harmony": HarmonyCalls.other_markers,
 }
-# The templates that decide on Mistral's form.
 FORMS = [
     ("hermes", ""),
     ("llama3", ""),
-    ("mistral", "[TOOL_CALLS]"),
-    ("mistral", "[TOOL_CALLS] [ARGS]"),
-    ("mistral", "[TOOL_CALLS] [CALL_ID] [ARGS]"),
+    ("mistral", ""),
+    ("mistral", "named"),
+    ("mistral", "ids"),
     *(
         pytest.param(*form, marks=pytest.mark.slow)
-        for form in [("qwen3_xml", ""), ("gemma4", ""), ("lfm2", ""), ("deepseek", ""), ("deepseek", "```json")]
+        for form in [("qwen3_xml", ""), ("gemma4", ""), ("lfm2", ""), ("deepseek", ""), ("deepseek", "fenced")]
     ),
 ]
 
@@ -145,12 +145,6 @@ def walkers() -> dict[tuple[str, str], Walker]:
     }
 
 
-def form_of(name: str, template: str) -> ToolFormat:
-    form = choose_format(name, template)
-    assert form is not None
-    return form
-
-
 def parse(form: ToolFormat, text: str, *, is_forced: bool) -> tuple[str, list[CallDelta]]:
     parser = CallParser(form, FUNCTIONS, is_forced=is_forced)
     pieces = merge([*parser.push(text), *parser.finish()])
@@ -181,12 +175,12 @@ def check(form: ToolFormat, text: str, has_ended: bool, rules: CallRules) -> lis
 
 @pytest.mark.parametrize("kind", ["special", "plain", "none"])
 @pytest.mark.parametrize("is_parallel", [True, False])
-@pytest.mark.parametrize(("name", "template"), FORMS)
+@pytest.mark.parametrize(("name", "markup"), FORMS)
 @pytest.mark.pairwise
 def test_required_outputs_are_calls_and_nothing_else(
-    name: str, template: str, is_parallel: bool, kind: str, walkers: dict[tuple[str, str], Walker]
+    name: str, markup: str, is_parallel: bool, kind: str, walkers: dict[tuple[str, str], Walker]
 ) -> None:
-    walker, form = walkers[name, kind], form_of(name, template)
+    walker, form = walkers[name, kind], form_of(name, markup)
     rules = CallRules(functions=FUNCTIONS, is_required=True, is_parallel=is_parallel, tokens=walker.tokens)
     grammar = form.grammar(rules)
     seen, num_ended = set(), 0
@@ -206,12 +200,12 @@ def test_required_outputs_are_calls_and_nothing_else(
 
 @pytest.mark.parametrize("kind", ["special", "plain", "none"])
 @pytest.mark.parametrize("is_parallel", [True, False])
-@pytest.mark.parametrize(("name", "template"), FORMS)
+@pytest.mark.parametrize(("name", "markup"), FORMS)
 @pytest.mark.pairwise
 def test_once_a_marker_is_there_a_call_must_follow(
-    name: str, template: str, is_parallel: bool, kind: str, walkers: dict[tuple[str, str], Walker]
+    name: str, markup: str, is_parallel: bool, kind: str, walkers: dict[tuple[str, str], Walker]
 ) -> None:
-    walker, form = walkers[name, kind], form_of(name, template)
+    walker, form = walkers[name, kind], form_of(name, markup)
     rules = CallRules(functions=FUNCTIONS, is_parallel=is_parallel, tokens=walker.tokens)
     grammar = form.grammar(rules)
     num_calls = num_ended = 0
@@ -227,9 +221,9 @@ def test_once_a_marker_is_there_a_call_must_follow(
 
 
 @pytest.mark.parametrize("kind", ["special", "plain", "none"])
-@pytest.mark.parametrize(("name", "template"), FORMS)
-def test_free_text_is_free(name: str, template: str, kind: str, walkers: dict[tuple[str, str], Walker]) -> None:
-    walker, form = walkers[name, kind], form_of(name, template)
+@pytest.mark.parametrize(("name", "markup"), FORMS)
+def test_free_text_is_free(name: str, markup: str, kind: str, walkers: dict[tuple[str, str], Walker]) -> None:
+    walker, form = walkers[name, kind], form_of(name, markup)
     grammar = form.grammar(CallRules(functions=FUNCTIONS, tokens=walker.tokens, text_tokens=(walker.think_id,)))
     texts = ["", "plain text", 'a {"name": "get_weather"', '{"a": 1}', '{"name": "Bob", "age": 5}', "[1] <tool 🦄\n\n"]
     if name != "llama3":
@@ -252,10 +246,10 @@ def test_a_bare_call_of_llama_is_held_to_its_schema(walkers: dict[tuple[str, str
             assert not walker.takes(grammar, f"{begin}{bad}}}"), bad
 
 
-@pytest.mark.parametrize(("name", "template"), FORMS)
-def test_a_strict_function_refuses_a_schema_that_cannot_be_held_to(name: str, template: str) -> None:
+@pytest.mark.parametrize(("name", "markup"), FORMS)
+def test_a_strict_function_refuses_a_schema_that_cannot_be_held_to(name: str, markup: str) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": r"\bfox\b"}}, "required": ["a"]}
-    form = form_of(name, template)
+    form = form_of(name, markup)
     with pytest.raises(InvalidParameter, match=r"properties\.a: pattern cannot .* a word boundary") as refused:
         form.grammar(CallRules(functions=[Function("paint", odd, is_strict=True, field="x")], is_required=True))
     assert (refused.value.field, refused.value.value) == ("x", odd)
@@ -264,7 +258,7 @@ def test_a_strict_function_refuses_a_schema_that_cannot_be_held_to(name: str, te
 
 def test_a_schema_cannot_change_how_it_is_written() -> None:
     rules = CallRules(functions=(Function("f", {"x-guidance": {"lenient": True, "item_separator": ".*"}}, True),))
-    grammar = form_of("hermes", "").grammar(rules)
+    grammar = form_of("hermes").grammar(rules)
     assert '"item_separator": ", "' in grammar
     assert '.*"' not in grammar
     assert "lenient" not in grammar
@@ -273,14 +267,14 @@ def test_a_schema_cannot_change_how_it_is_written() -> None:
 def test_what_only_people_read_is_left_out_of_a_schema() -> None:
     note = {"description": "for people", "title": "for people", "default": "for people"}
     whole = {**note, "properties": {"description": {"type": "string", **note}}, "$defs": {"title": note}}
-    grammar = form_of("hermes", "").grammar(CallRules(functions=[Function("f", whole)]))
+    grammar = form_of("hermes").grammar(CallRules(functions=[Function("f", whole)]))
     assert "for people" not in grammar
     assert '"properties": {"description": {"type": "string"}}' in grammar
 
 
 def test_ids_of_other_tokens_become_ranges() -> None:
     rules = CallRules(functions=FUNCTIONS, tokens={"<tool_call>": 12}, text_tokens=(9, 10, 12, 14, 11, 30))
-    assert "<[9-11,14,30]>" in form_of("hermes", "").grammar(rules)
+    assert "<[9-11,14,30]>" in form_of("hermes").grammar(rules)
 
 
 @pytest.mark.parametrize("name", ["qwen3_xml", "gemma4", "lfm2"])
@@ -300,7 +294,7 @@ def test_a_schema_that_is_none_is_refused_by_formats_without_json(name: str, wro
     schema = {"type": "object", **wrong}
     function = Function("bad", schema, field="tools[1].function.parameters")
     with pytest.raises(InvalidParameter, match=f"a JSON schema that compiles: .*{reason}") as refused:
-        form_of(name, "").grammar(CallRules(functions=[*FUNCTIONS, function]))
+        form_of(name).grammar(CallRules(functions=[*FUNCTIONS, function]))
     assert (refused.value.field, refused.value.value) == (function.field, schema)
     left_out = {"type": "object", "required": None, "properties": {"x": {"type": "string", "enum": None}}}
-    assert form_of(name, "").grammar(CallRules(functions=[Function("good", left_out)]))
+    assert form_of(name).grammar(CallRules(functions=[Function("good", left_out)]))

@@ -13,8 +13,9 @@ import llguidance
 
 from quire.sequences.structured import GrammarSource, StructuredOutputs
 from quire.text.structured.compiled_grammar import compile_grammar
-from quire.text.tool_calls import CallRules, Function, ToolFormat, choose_format
+from quire.text.tool_calls import CallRules, Function
 from quire.text.tool_calls.grammar import calls_or_answer
+from tests.text.tool_calls.markups import form_of
 
 FORMS = ("hermes", "llama3", "deepseek", "harmony", "qwen3_xml", "gemma4", "lfm2")
 # By what is ordinary in them: properties of a tool, and its required ones.
@@ -30,12 +31,6 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 def rules(schema: dict[str, Any]) -> CallRules:
     return CallRules(functions=[Function("f", schema, is_strict=True)], is_required=True)
-
-
-def form_of(name: str) -> ToolFormat:
-    form = choose_format(name, "")
-    assert form is not None
-    return form
 
 
 def takes(source: GrammarSource, text: str) -> bool:

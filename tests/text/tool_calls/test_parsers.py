@@ -10,19 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.text.tool_calls import FORMATS, CallDelta, CallParser, Function, choose_format, merge
+from quire.text.tool_calls import FORMATS, CallDelta, CallParser, Function, merge
 from quire.text.tool_calls.calls import Piece
-from quire.text.tool_calls.parser import ToolFormat
+from tests.text.tool_calls.markups import form_of
 from tests.text.tool_calls.whole import read_whole
 
 FUNCTIONS = (Function("add", {}), Function("get_weather", {}))
 NAMES = frozenset(function.name for function in FUNCTIONS)
-
-
-def form_of(name: str) -> ToolFormat:
-    form = choose_format(name, "")
-    assert form is not None
-    return form
 
 
 def read(name: str, pieces: list[str], *, is_forced: bool = False) -> tuple[list[Piece], CallParser]:
@@ -233,33 +227,3 @@ def test_many_broken_calls_take_linear_work(text: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(incoming, "IN_STRING", Counted(incoming.IN_STRING))
     assert read("hermes", [text * 2000])[0] == [text * 2000]
     assert steps < 2000 * 20
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ tools }} <tool_call>\\n{{ call }}\\n</tool_call>", "hermes"),
-        ("{{ tools }} <tool_call><function=name>", None),
-        ("{{ tools }} <tool_call>name<arg_key>", "glm"),
-        ("{{ tools }} <tool_call><function=name><parameter=key>", "qwen3_xml"),
-        ("{{ tools }} <|tool_call>call:{{ name }}", "gemma4"),
-        ("List of tools: <|tool_list_start|>{{ tools }}<|tool_list_end|>", "lfm2"),
-        ("{{ tools }} <|tool_response_start|>", "lfm2"),
-        ("{{ tools }} <|channel|>analysis to=functions.{{ name }}", "harmony"),
-        ("{{ messages }} <|channel|>analysis", None),
-        ("{{ tools }} <｜tool▁calls▁begin｜>", "deepseek"),
-        ("{{ tools }} [TOOL_CALLS]", "mistral"),
-        ("{{ tools }} <|python_tag|>", "llama3"),
-        ('{{ tools }} answer with {"name": function, "parameters": dictionary of arguments}', "llama3"),
-        ("{{ tools }} [TOOL_CALLS] <|python_tag|>", None),
-        ("{{ messages }}", None),
-    ],
-)
-def test_the_template_tells_the_format(template: str, expected: str | None) -> None:
-    form = choose_format("auto", template)
-    assert (form and form.name) == expected
-
-
-def test_a_name_wins_over_the_template() -> None:
-    assert form_of("llama3").name == "llama3"
-    assert {choose_format(name, "[TOOL_CALLS]").name for name in FORMATS} == set(FORMATS)  # type: ignore[union-attr]

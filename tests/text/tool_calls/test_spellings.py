@@ -11,13 +11,14 @@ import pytest
 from quire.errors import InvalidParameter
 from quire.sequences.structured import StructuredOutputs
 from quire.text.chat.written_calls import written_calls
-from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, choose_format, merge
+from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, merge
 from quire.text.tool_calls.argument_schema import read_schema, types_of
 from quire.text.tool_calls.calls import Piece
 from quire.text.tool_calls.grammar import calls_or_answer
 from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.typed_values import typed_json
 from quire.text.tool_calls.value_grammar import ABILITIES
+from tests.text.tool_calls.markups import form_of
 from tests.text.tool_calls.test_grammars import MARKERS, Walker
 
 SCHEMA: dict[str, Any] = {
@@ -41,7 +42,7 @@ SCHEMA: dict[str, Any] = {
 }
 FUNCTION = Function("look", SCHEMA)
 FUNCTIONS = (FUNCTION, Function("now", {"type": "object", "properties": {}, "additionalProperties": False}))
-FORMS = [("qwen3_xml", ""), ("gemma4", ""), ("lfm2", ""), ("deepseek", ""), ("deepseek", "```json")]
+FORMS = [("qwen3_xml", ""), ("gemma4", ""), ("lfm2", ""), ("deepseek", ""), ("deepseek", "fenced")]
 TEXTS = [
     "Rome",
     "null",
@@ -71,7 +72,7 @@ def gemma_value(value: Any) -> str:
     return f"[{','.join(map(gemma_value, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
-def write(name: str, template: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+def write(name: str, markup: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     """Return calls as a model of the format writes them."""
     if name == "lfm2":
         return written_calls([{"function": {"name": called, "arguments": given}} for called, given in calls])
@@ -84,10 +85,10 @@ def write(name: str, template: str, calls: list[tuple[str, dict[str, Any]]]) -> 
             texts.append(f"<|tool_call>call:{called}{gemma_value(given)}<tool_call|>")
         else:
             body = f"{called}<｜tool▁sep｜>{json.dumps(given)}"
-            if template:
+            if markup:
                 body = f"function<｜tool▁sep｜>{called}\n```json\n{json.dumps(given)}\n```"
             texts.append(f"<｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜>")
-    text = ("\n" if name == "qwen3_xml" or template else "").join(texts)
+    text = ("\n" if name == "qwen3_xml" or markup else "").join(texts)
     return f"<｜tool▁calls▁begin｜>{text}<｜tool▁calls▁end｜>" if name == "deepseek" else text
 
 
@@ -107,21 +108,20 @@ def random_arguments(rng: random.Random) -> dict[str, Any]:
 
 
 def read(name: str, parts: list[str], *, is_forced: bool = False) -> list[Piece]:
-    form = choose_format(name, "")
-    assert form is not None
+    form = form_of(name)
     parser = CallParser(form, FUNCTIONS, is_forced=is_forced)
     return merge([piece for part in parts for piece in parser.push(part)] + parser.finish())
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
-@pytest.mark.parametrize(("name", "template"), FORMS)
-def test_random_calls_are_read_wherever_they_are_cut(name: str, template: str, is_forced: bool) -> None:
-    rng = random.Random(name + template)
+@pytest.mark.parametrize(("name", "markup"), FORMS)
+def test_random_calls_are_read_wherever_they_are_cut(name: str, markup: str, is_forced: bool) -> None:
+    rng = random.Random(name + markup)
     for _ in range(12):
         calls = [
             ("look", random_arguments(rng)) if rng.random() < 0.8 else ("now", {}) for _ in range(rng.randrange(1, 4))
         ]
-        text = "I look.\n" + write(name, template, calls)
+        text = "I look.\n" + write(name, markup, calls)
         content, *pieces = read(name, [text], is_forced=is_forced)
         assert content == "I look."
         assert [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, CallDelta)] == calls
@@ -157,9 +157,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("name", "template"), FORMS)
-def test_a_broken_call_is_content(name: str, template: str) -> None:
-    text = write(name, template, [("look", {"city": "Rome", "days": 3})])
+@pytest.mark.parametrize(("name", "markup"), FORMS)
+def test_a_broken_call_is_content(name: str, markup: str) -> None:
+    text = write(name, markup, [("look", {"city": "Rome", "days": 3})])
     assert isinstance(read(name, [text])[0], CallDelta)
     for old, new in BROKEN[name]:
         broken = text.replace(old, new)
@@ -168,19 +168,19 @@ def test_a_broken_call_is_content(name: str, template: str) -> None:
         assert read(name, list(broken)) == [broken], (old, new)
 
 
-@pytest.mark.parametrize(("name", "template"), FORMS)
-def test_the_end_of_the_output_may_cut_the_closing_mark(name: str, template: str) -> None:
+@pytest.mark.parametrize(("name", "markup"), FORMS)
+def test_the_end_of_the_output_may_cut_the_closing_mark(name: str, markup: str) -> None:
     for called in ("look", "now"):
-        text = write(name, template, [(called, {"city": "Rome", "days": 3} if called == "look" else {})])
+        text = write(name, markup, [(called, {"city": "Rome", "days": 3} if called == "look" else {})])
         whole = read(name, [text])
         mark = {"qwen3_xml": 12, "gemma4": 12, "lfm2": 17, "deepseek": 19}[name]
         for cut in range(1, mark):
             assert read(name, [text[:-cut]]) == whole
 
 
-@pytest.mark.parametrize(("name", "template"), FORMS)
-def test_a_call_that_the_length_cuts_off_has_begun_and_has_no_end(name: str, template: str) -> None:
-    text = write(name, template, [("look", {"city": "Rome", "days": 3})])
+@pytest.mark.parametrize(("name", "markup"), FORMS)
+def test_a_call_that_the_length_cuts_off_has_begun_and_has_no_end(name: str, markup: str) -> None:
+    text = write(name, markup, [("look", {"city": "Rome", "days": 3})])
     (piece,) = read(name, list(text[: text.index("days")]), is_forced=True)
     assert isinstance(piece, CallDelta)
     assert not piece.is_last
@@ -257,49 +257,46 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "template"), FORMS)
-def test_grammars_take_valid_calls_and_no_others(name: str, template: str, walkers: dict[str, Walker]) -> None:
-    walker, form = walkers[name], choose_format(name, template)
-    assert form is not None
+@pytest.mark.parametrize(("name", "markup"), FORMS)
+def test_grammars_take_valid_calls_and_no_others(name: str, markup: str, walkers: dict[str, Walker]) -> None:
+    walker, form = walkers[name], form_of(name, markup)
 
     def takes(text: str, **rules: Any) -> bool:
         return walker.takes(form.grammar(CallRules(functions=FUNCTIONS, tokens=walker.tokens, **rules)), text)
 
     for given in GOOD:
-        text = write(name, template, [("look", given)])
+        text = write(name, markup, [("look", given)])
         assert takes(text, is_required=True), text
         assert takes(text), text
         assert takes(f"I look. {text}"), text
         assert not takes(f"I look. {text}", is_required=True)
     for given in BAD:
-        text = write(name, template, [("look", given)])
+        text = write(name, markup, [("look", given)])
         assert not takes(text), text
         assert not takes(text, is_required=True), text
-    two = write(name, template, [("look", GOOD[0]), ("now", {})])
+    two = write(name, markup, [("look", GOOD[0]), ("now", {})])
     assert takes(two, is_required=True)
     assert not takes(two, is_required=True, is_parallel=False)
     assert not takes(two, is_parallel=False)
     assert takes("It rains.")
     assert not takes("It rains.", is_required=True)
-    assert not takes(write(name, template, [("drop", {})]))
+    assert not takes(write(name, markup, [("drop", {})]))
 
 
-@pytest.mark.parametrize(("name", "template"), FORMS)
-def test_an_answer_beside_calls_has_its_form(name: str, template: str, walkers: dict[str, Walker]) -> None:
-    walker, form = walkers[name], choose_format(name, template)
-    assert form is not None
+@pytest.mark.parametrize(("name", "markup"), FORMS)
+def test_an_answer_beside_calls_has_its_form(name: str, markup: str, walkers: dict[str, Walker]) -> None:
+    walker, form = walkers[name], form_of(name, markup)
     calls = form.grammar(CallRules(functions=FUNCTIONS, is_required=True, tokens=walker.tokens))
     grammar = calls_or_answer(calls, StructuredOutputs(json={"enum": ["yes", 5]}), form.answer_head)
-    for text in (write(name, template, [("now", {})]), '"yes"', "5"):
+    for text in (write(name, markup, [("now", {})]), '"yes"', "5"):
         assert walker.takes(grammar, text), text
-    for text in ("yes", "", write(name, template, [("drop", {})])):
+    for text in ("yes", "", write(name, markup, [("drop", {})])):
         assert not walker.takes(grammar, text), text
 
 
 @pytest.mark.parametrize("name", ["qwen3_xml", "gemma4", "lfm2"])
 def test_further_keys_come_only_where_the_schema_asks(name: str, walkers: dict[str, Walker]) -> None:
-    form, walker = choose_format(name, ""), walkers[name]
-    assert form is not None
+    form, walker = form_of(name), walkers[name]
     text = write(name, "", [("f", {"a": 1, "b": 2})])
     for further, is_taken in ((None, False), (True, True), ({"type": "integer"}, True), ({"enum": [5]}, False)):
         schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -311,8 +308,7 @@ def test_further_keys_come_only_where_the_schema_asks(name: str, walkers: dict[s
 
 @pytest.mark.parametrize("name", ["qwen3_xml", "gemma4", "lfm2"])
 def test_a_strict_function_refuses_a_key_that_is_not_enforced(name: str) -> None:
-    form = choose_format(name, "")
-    assert form is not None
+    form = form_of(name)
     for key, inner in (("uniqueItems", True), ("patternProperties", {"^a": {}})):
         schema = {"type": "object", "properties": {"a": {key: inner}}}
         assert form.grammar(CallRules(functions=[Function("f", schema)]))

@@ -15,6 +15,7 @@ from quire.text.chat.content_forms import NOWHERE, STRING, texts_of
 from quire.text.chat.messages import SANITIZE, Message, normalise_messages
 from quire.text.chat.rendering import Renderer, TemplateText, TemplateVariables
 from quire.text.chat.template_environment import GLOBALS
+from quire.text.chat.trials import TemplateTrial
 from quire.text.vocabulary.control_tokens import AddedTokens
 
 logger = logging.getLogger(__name__)
@@ -230,6 +231,28 @@ class ChatTemplate:
         # Some templates do not look at `add_generation_prompt`.
         is_longer = prompt != before and prompt.startswith(before)
         return prompt.removeprefix(before) if is_longer else prompt.rpartition(PROBE)[2]
+
+    def try_all(self, trials: Sequence[TemplateTrial]) -> list[str | None]:
+        """Return the texts of conversations; None for each that the template refuses.
+
+        All together have the limits of one conversation: a template that exceeds them refuses all.
+        """
+        variables = [
+            {**self._special_tokens, **trial.variables(), "messages": normalise_messages(trial.messages, self._forms)}
+            for trial in trials
+        ]
+        try:
+            return self._renderer.try_all(self.source, variables)
+        except RequestError:
+            return [None] * len(trials)
+
+    @property
+    def literals(self) -> str:
+        """The literal texts in the template, one a line; "" if it cannot be compiled."""
+        try:
+            return "\n".join(self._text.literals)
+        except RequestError:
+            return ""
 
     def close(self) -> None:
         """End the processes that render."""

@@ -6,7 +6,7 @@ A template comes with a model, and may be hostile. Jinja's sandbox confines its 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ TIMEOUT_S = 10.0
 # A conversation of maximum length takes a third of it.
 MEMORY_BYTES = 512 << 20
 MAX_PROCESSES = 2
+# Maximum length of one rendered trial: conversations that show how a template writes are short.
+MAX_TRIAL_CHARS = 1 << 18
 # The first byte of an answer. MARKED: a text with marks; OTHER: a text with marks that, without them, differs from the
 # text rendered from unmarked texts.
 DONE, MARKED, OTHER, BROKEN, FAILED = b"D", b"M", b"O", b"B", b"F"
@@ -103,6 +105,11 @@ class Renderer:
         forms: dict[str, str] = json.loads(self._ask("find_forms", source, [self._max_chars, fixed])[1])
         return forms
 
+    def try_all(self, source: str, trials: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        """Return the texts that a template writes from sets of variables; None for each that it refuses."""
+        texts: list[str | None] = json.loads(self._ask("try_all", source, [trials])[1])
+        return texts
+
     def close(self) -> None:
         """End the processes; renderings in progress fail."""
         self.processes.close()
@@ -144,6 +151,8 @@ def open_templates(_: bytes) -> Callable[[bytes], bytes]:
             return BROKEN + _reason(error)
         if what == "find_forms":
             return DONE + json.dumps(templates.find_forms(source, *arguments)).encode()
+        if what == "try_all":
+            return DONE + json.dumps(templates.try_all(source, *arguments)).encode()
         max_chars, now, variables, marked = arguments
         try:
             kind, text = templates.render(
@@ -190,6 +199,18 @@ class Templates:
             return self._write(source, copy, {**fixed, "add_generation_prompt": begins, "tools": tools}, max_chars)
 
         return find_forms(write)
+
+    def try_all(self, source: str, trials: Sequence[dict[str, Any]]) -> list[str | None]:
+        """Return the texts that a template writes from sets of variables; None for each that it refuses."""
+        texts: list[str | None] = []
+        for variables in trials:
+            try:
+                texts.append(self._write(source, variables.pop("messages"), variables, MAX_TRIAL_CHARS))
+            except MemoryError:
+                raise
+            except Exception:  # a template can raise any exception
+                texts.append(None)
+        return texts
 
     def render(
         self, source: str, variables: TemplateVariables, now: datetime, marked: MarkedTexts | None, max_chars: int

@@ -8,7 +8,7 @@ from typing import Any
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 # Marks that identify LFM2's templates; the older ones have no mark of calls.
-SHOWN = (OPEN, "<|tool_list_start|>", "<|tool_response_start|>")
+SHOWN = (OPEN, "<|tool_list_start|>", "<|tool_response_start|>", "List of tools: [")
 WORDS: Mapping[str, str] = {"true": "True", "false": "False", "null": "None"}
 
 

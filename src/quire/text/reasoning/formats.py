@@ -1,11 +1,11 @@
-"""The formats of thinking, and the choice of a model's format."""
+"""The formats of thinking."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quire.text.reasoning.harmony import CHANNEL, Harmony
+from quire.text.reasoning.harmony import Harmony
 from quire.text.reasoning.parser import ReasoningFormat
 from quire.text.reasoning.tags import ReasoningTags
 
@@ -40,23 +40,3 @@ ALL: tuple[ReasoningFormat, ...] = (
     *(APERTUS, APRIEL, COHERE, GEMMA4, GRANITE, Harmony(), KIMI_VL, MISTRAL, SEED_OSS, THINK, THINK_ANSWER),
 )
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {form.name: form for form in ALL}
-# The texts of which a template that shows a format has one; the first format that is shown counts. Some templates write
-# one tag and read the other.
-SHOWN_BY: Mapping[str, tuple[str, ...]] = {
-    "harmony": (CHANNEL,),
-    **{form.name: (form.start, form.end) for form in (GEMMA4, APERTUS, COHERE, KIMI_VL, MISTRAL, SEED_OSS, THINK)},
-    "apriel": (APRIEL.end,),
-    "granite": (GRANITE.end,),
-}
-
-
-def choose_reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """Return a model's format."""
-    if name == "none":
-        return None
-    if name != "auto":
-        return REASONING_FORMATS[name]
-    shown = next((name for name, marks in SHOWN_BY.items() if any(mark in template for mark in marks)), None)
-    if shown == THINK.name and any(tag in template for tag, _ in THINK_ANSWER.answer_tags):
-        return THINK_ANSWER
-    return None if shown is None else REASONING_FORMATS[shown]

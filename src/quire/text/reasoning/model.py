@@ -9,7 +9,8 @@ from typing import Any
 from quire.config.hints import find_parser
 from quire.sequences.thinking import ThinkingPhase, ThinkingTokens
 from quire.text.chat.chat_template import ChatTemplate
-from quire.text.reasoning.formats import REASONING_FORMATS, choose_reasoning_format
+from quire.text.reasoning.detection import choose_reasoning_format
+from quire.text.reasoning.formats import REASONING_FORMATS
 from quire.text.reasoning.parser import ReasoningFormat, ReasoningSplit
 from quire.text.tokenizers.tokenizer import Tokenizer
 
@@ -56,7 +57,7 @@ class ReasoningModel:
         parser = find_parser("reasoning_parser", name, ("auto", "none", *REASONING_FORMATS))
         if tokenizer is None or tokenizer.chat_template is None:
             return None
-        form = choose_reasoning_format(parser, tokenizer.chat_template.source)
+        form = choose_reasoning_format(parser, tokenizer.chat_template).form
         header = (template or tokenizer.chat_template).turn_header
         return None if form is None else cls.of(form, tokenizer, end_token_ids, header)
 

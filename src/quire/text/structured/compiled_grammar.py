@@ -153,6 +153,18 @@ def _without_rule(source: GrammarSource, error: str) -> GrammarSource | None:
     return source._replace(text="\n".join([*lines[:idx], looser, *lines[idx + 1 :]])) if looser else None
 
 
+def accepts_beginning(source: GrammarSource, text: str) -> bool:
+    """Return whether a grammar that names no tokens accepts a text, or the longest beginning of it that it can read.
+
+    Raises:
+        UnsupportedFeature: the package `llguidance` is missing.
+        ValueError: the grammar does not compile.
+    """
+    matcher = compile_grammar(_byte_tokenizer(), source)
+    matcher.try_consume_tokens(_byte_tokenizer().tokenize_str(text))
+    return bool(matcher.is_accepting())
+
+
 def check_source(wanted: StructuredOutputs) -> None:
     """Refuse a schema or an expression that does not compile, without a model.
 

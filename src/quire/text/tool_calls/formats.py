@@ -1,11 +1,11 @@
-"""The formats of tool calls, and the choice of a model's format."""
+"""The formats of tool calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from quire.text.chat.written_calls import CLOSE, OPEN, SHOWN
+from quire.text.chat.written_calls import CLOSE, OPEN
 from quire.text.tool_calls.grammar import CallRules
 from quire.text.tool_calls.harmony import HarmonyCalls
 from quire.text.tool_calls.incoming import Incoming, Reading
@@ -317,50 +317,3 @@ ALL: tuple[ToolFormat, ...] = (
     MarkupFormat("seed_oss", (SEED_OSS,)),
 )
 FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in ALL}
-# The texts by which a template shows a format: all of one of the groups; by default, the marker of calls. No groups:
-# the format has to be set by its name.
-SHOWN_BY: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "deepseek_v32": (("｜DSML｜", "function_calls>"),),
-    "deepseek_v4": (("｜DSML｜", "'tool_calls>"),),
-    "functionary": (),
-    "gigachat3": (),
-    "gigachat31": (),
-    "glm": ((GLM47.begin, "<arg_key>"),),
-    "harmony": (("<|channel|>", "functions."),),
-    "lfm2": tuple((mark,) for mark in SHOWN),
-    "llama3": ((LLAMA3.begin,), ('"parameters": dictionary',)),
-    "phi4_mini": (("functools[",),),
-    "pythonic": (),
-    "qwen3_xml": ((QWEN3_XML.begin, "<function=", "<parameter="),),
-}
-# Texts of other formats with the same marker.
-NOT_SHOWN_BY: Mapping[str, tuple[str, ...]] = {"hermes": ("<function=", "<arg_key>")}
-# Markups that are not their format's first one, and the texts by which a template of the format shows them.
-MARKUPS_SHOWN_BY: tuple[tuple[Markup, tuple[str, ...]], ...] = (
-    (DEEPSEEK_FENCED, ("```json",)),
-    (GLM45, ("</arg_key>\n",)),
-    (MISTRAL_IDS, ("[ARGS]", "[CALL_ID]")),
-    (MISTRAL_NAMED, ("[ARGS]",)),
-    (MISTRAL_SPACED_LIST, ("[TOOL_CALLS] [",)),
-)
-
-
-def choose_format(name: str, template: str) -> ToolFormat | None:
-    """Return a model's format, with the markup that its template shows."""
-    if name == "auto":
-        names = [name for name in FORMATS if _is_shown(name, template)]
-        if len(names) != 1:
-            return None
-        name = names[0]
-    form = FORMATS[name]
-    if isinstance(form, MarkupFormat):
-        for markup, texts in MARKUPS_SHOWN_BY:
-            if markup in form.markups and all(text in template for text in texts):
-                return form.led_by(markup)
-    return form
-
-
-def _is_shown(name: str, template: str) -> bool:
-    """Return whether a chat template shows a format to the model."""
-    is_shown = any(all(text in template for text in group) for group in SHOWN_BY.get(name, ((FORMATS[name].marker,),)))
-    return is_shown and not any(text in template for text in NOT_SHOWN_BY.get(name, ()))

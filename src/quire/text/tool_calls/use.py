@@ -14,7 +14,8 @@ from quire.sequences.structured import StructuredOutputs
 from quire.text.chat.chat_template import require_chat_template
 from quire.text.structured.compiled_grammar import WANTED
 from quire.text.tokenizers.tokenizer import Tokenizer
-from quire.text.tool_calls.formats import FORMATS, choose_format
+from quire.text.tool_calls.detection import choose_format
+from quire.text.tool_calls.formats import FORMATS
 from quire.text.tool_calls.grammar import CallRules, calls_or_answer, text_tokens
 from quire.text.tool_calls.parser import ToolFormat
 from quire.text.tool_calls.tools import read_choice, read_tools
@@ -130,7 +131,7 @@ class ToolModel:
         option = "tool_call_parser"
         parser = find_parser(option, name, ("auto", *FORMATS))
         template = None if tokenizer is None else tokenizer.chat_template
-        form = None if template is None else choose_format(parser, template.for_tools.source)
+        form = None if template is None else choose_format(parser, template).form
         return cls(tokenizer, form, vocab_size, option)
 
     def read(self, tools: object, tool_choice: object, parallel_tool_calls: object) -> ToolUse | None:

@@ -1,0 +1,131 @@
+"""The calls of the Berkeley function-calling leaderboard: functions, and every possible answer to each question."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.text.tool_calls import Function
+from tests.published.folders import CALLS, named
+
+TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
+# Functions of a question that its answer does not call; few, since they only lengthen prompts.
+MAX_OTHERS = 3
+
+
+class Answer(NamedTuple):
+    """A possible answer.
+
+    Args:
+        name: id of the question, and the number of the answer.
+        calls: name and arguments of each call.
+        functions: functions that may be called.
+    """
+
+    name: str
+    calls: list[tuple[str, dict[str, Any]]]
+    functions: list[Function]
+
+
+@cache
+def answers() -> tuple[Answer, ...]:
+    """Return all answers, such that each alternative value of an argument is in one of them."""
+    folder = named(CALLS)
+    files = [] if folder is None else sorted(folder.glob("possible_answer/*.json"))
+    found: list[Answer] = []
+    for path in files:
+        questions = {one["id"]: one for one in _lines(path.parent.parent / path.name)}
+        for one in _lines(path):
+            if "multi_turn" in path.name:
+                found += _written_as_python(one, path.parent.parent)
+            elif isinstance(one["ground_truth"][0], dict):
+                found += _alternatives(one, questions[one["id"]]["function"])
+    return tuple(found)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    return (json.loads(line) for line in path.read_text("utf-8").splitlines() if line)
+
+
+def _alternatives(one: Mapping[str, Any], definitions: list[dict[str, Any]]) -> Iterator[Answer]:
+    """Yield answers that together have all alternatives of each argument."""
+    truth = [next(iter(call.items())) for call in one["ground_truth"]]
+    called = {name for name, _ in truth}
+    others = [each for each in definitions if each["name"] not in called][:MAX_OTHERS]
+    functions = [_function(each) for each in definitions if each["name"] in called or each in others]
+    keys = {function.name: [*function.parameters["properties"]] for function in functions}
+    for number in range(max(len(options) for _, arguments in truth for options in [*arguments.values(), [0]])):
+        calls = []
+        for name, arguments in truth:
+            chosen = {key: _chosen(options, number) for key, options in arguments.items() if options}
+            # An empty alternative means that the argument is left out.
+            given = {key: chosen[key] for key in keys[_name(name)] if chosen.get(key, "") != ""}
+            calls.append((_name(name), given))
+        yield Answer(f"{one['id']} {number}", calls, functions)
+
+
+def _chosen(options: Any, number: int) -> Any:
+    """Return one of a list of alternatives; the values of objects may be such lists, too."""
+    if not isinstance(options, list):
+        return options
+    if not options:
+        return options
+    value = options[min(number, len(options) - 1)]
+    if isinstance(value, dict):
+        return {key: _chosen(each, number) for key, each in value.items()}
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        return [{key: _chosen(part, number) for key, part in each.items()} for each in value]
+    return value
+
+
+def _written_as_python(one: Mapping[str, Any], folder: Path) -> Iterator[Answer]:
+    """Yield the answers to a conversation's questions, which are calls in Python's syntax."""
+    known = _documented(folder)
+    for number, lines in enumerate(one["ground_truth"]):
+        calls = []
+        for line in lines:
+            call = ast.parse(line, mode="eval").body
+            assert isinstance(call, ast.Call)
+            assert isinstance(call.func, ast.Name)
+            keys = [*known[call.func.id].parameters["properties"]]
+            given = dict(zip(keys, call.args, strict=False)) | {
+                each.arg: each.value for each in call.keywords if each.arg
+            }
+            values = {key: ast.literal_eval(value) for key, value in given.items()}
+            calls.append((call.func.id, {key: values[key] for key in keys if key in values}))
+        if calls:
+            yield Answer(
+                f"{one['id']} {number}", calls, [known[name] for name in dict.fromkeys(name for name, _ in calls)]
+            )
+
+
+@cache
+def _documented(folder: Path) -> dict[str, Function]:
+    files = sorted(folder.glob("multi_turn_func_doc/*.json"))
+    return {one.name: one for path in files for one in map(_function, _lines(path))}
+
+
+def _name(name: str) -> str:
+    """Return a name in the characters that names have."""
+    return name.replace(".", "_")
+
+
+def _function(definition: Mapping[str, Any]) -> Function:
+    return Function(_name(definition["name"]), _schema(definition["parameters"]))
+
+
+def _schema(value: Any) -> Any:
+    """Return a schema with the types of JSON."""
+    if isinstance(value, list):
+        return [_schema(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    schema = {key: _schema(each) for key, each in value.items()}
+    kind = schema.get("type")
+    if isinstance(kind, str) and kind in TYPES:
+        schema["type"] = TYPES[kind]
+    return {key: each for key, each in schema.items() if key != "type" or each is not None}
