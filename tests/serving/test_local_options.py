@@ -6,6 +6,7 @@ import argparse
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from quire.config import EngineConfig, option_sections
 from quire.errors import ConfigError
 from quire.fleet.local import fleet
 from quire.fleet.local.settings import EVENTS, LocalSettings, SharedMachine, settings_of_servers
+from quire.fleet.routing.failure_policy import FailurePolicy
 from quire.server.log_setup import LogSettings
 from quire.server.settings import ServerConfig
 from tests.config import test_engine_config
@@ -60,9 +62,22 @@ BOTH: dict[str, list[str]] = {
     "log_level": ["--log-level", "error"],
     "otlp_traces_endpoint": ["--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces"],
 }
+POLICY_FLAGS = {
+    "--eject-failures": "eject_failures",
+    "--eject-rate": "eject_rate",
+    "--eject-time": "eject_time_s",
+    "--max-eject-time": "max_eject_time_s",
+    "--max-ejected": "max_ejected",
+    "--retry-share": "retry_share",
+    "--retry-min-per-second": "retry_min_per_s",
+    "--first-byte-timeout": "first_byte_timeout_s",
+    "--idle-timeout": "idle_timeout_s",
+}
 # Those of the command itself, and one that several servers cannot have.
 COMMAND = {"help", "config", "replicas", "model_flag"}
 REFUSED = {"watch"}
+# Those of the proxy where servers fail.
+POLICY = {flag.removeprefix("--").replace("-", "_") for flag in POLICY_FLAGS}
 
 
 class Started(NamedTuple):
@@ -70,6 +85,7 @@ class Started(NamedTuple):
 
     number: int
     front: ServerConfig
+    policy: FailurePolicy
     servers: LocalSettings
 
 
@@ -89,10 +105,15 @@ def _started(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> Start
     calls: list[Started] = []
 
     def serve_replicas(
-        count: int, engine: EngineConfig, config: ServerConfig, log: LogSettings, _: socket.socket
+        count: int,
+        engine: EngineConfig,
+        config: ServerConfig,
+        log: LogSettings,
+        policy: FailurePolicy,
+        _: socket.socket,
     ) -> int:
         settings = settings_of_servers(count, engine, config, log, MACHINE)
-        calls.append(Started(count, config, LocalSettings.from_json(settings.to_json())))
+        calls.append(Started(count, config, policy, LocalSettings.from_json(settings.to_json())))
         return 0
 
     monkeypatch.setattr(fleet, "serve_replicas", serve_replicas)
@@ -109,9 +130,22 @@ def options_of_serve() -> set[str]:
 
 def test_every_option_of_serve_has_a_place() -> None:
     options = {name for name in options_of_serve() if not name.startswith(FOREIGN)} - {"speculative_config"}
-    places = [FRONT.keys(), BOTH.keys(), COMMAND, REFUSED, option_sections().keys()]
+    places = [FRONT.keys(), BOTH.keys(), COMMAND, REFUSED, POLICY, option_sections().keys()]
     assert set().union(*places) == options
     assert sum(map(len, places)) == len(options)
+
+
+@pytest.mark.parametrize(("flag", "field"), POLICY_FLAGS.items())
+def test_options_for_servers_that_fail_go_to_the_proxy(flag: str, field: str, plain: Started) -> None:
+    value = 7 if field == "eject_failures" else 0.75
+    changed = started("--replicas", "2", flag, str(value))
+    assert changed._replace(policy=plain.policy) == plain
+    assert changed.policy == replace(FailurePolicy(), **{field: value})  # type: ignore[arg-type]
+
+
+def test_options_for_servers_that_fail_need_several(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--eject-time", "3"]) == 2
+    assert "--eject-time is an option of several servers: give --replicas too, got 3.0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", FRONT)

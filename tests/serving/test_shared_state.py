@@ -22,6 +22,10 @@ def listing(*names: str) -> tuple[int, bytes]:
     return 200, json.dumps({"object": "list", "data": [{"id": name, "object": "model"} for name in names]}).encode()
 
 
+def tags(*names: str) -> tuple[int, bytes]:
+    return 200, json.dumps({"models": [{"name": name, "model": name} for name in names]}).encode()
+
+
 def well(_: dict[str, Any]) -> Reply:
     return Reply(parts=[b"{}"])
 
@@ -196,7 +200,7 @@ def test_requests_go_to_the_servers_that_have_their_model(caplog: pytest.LogCapt
                 return Reply()
             return Reply(404, parts=[b'{"error": {"code": "model_not_found"}}'])
 
-        return SimulatedServer(behave, routes={"/v1/models": listing(*names)})
+        return SimulatedServer(behave, routes={"/v1/models": listing(*names), "/api/tags": tags(*names)})
 
     servers = [server_of("small"), server_of("large"), server_of("small", "extra")]
     caplog.set_level(logging.WARNING)
@@ -215,6 +219,8 @@ def test_requests_go_to_the_servers_that_have_their_model(caplog: pytest.LogCapt
             assert (missing.status, missing.code) == (404, "model_not_found")
             models = json.loads((await proxy.get("/v1/models")).body)
             assert [card["id"] for card in models["data"]] == ["small", "large", "extra"]
+            models = json.loads((await proxy.get("/api/tags")).body)
+            assert [card["name"] for card in models["models"]] == ["small", "large", "extra"]
             servers[1].kill()
             gone = await proxy.post(model="large", prompt="a")
             assert (gone.status, gone.code) == (503, "no_replica")

@@ -13,8 +13,7 @@ from quire import __version__
 from quire.cli import doctor, generate, inspect, plan, quantize, replay, route, serve
 from quire.cli.config_file import with_config_file
 from quire.cli.measurement import bench, bench_quality, bench_serve, simulate
-from quire.cli.options import refuse_unknown
-from quire.cli.structured_options import with_flag
+from quire.cli.options import refuse_unknown, with_flag
 from quire.cli.terminal import chat
 from quire.errors import EXIT_USER_ERROR, QuireError
 

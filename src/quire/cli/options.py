@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
 from quire.cli.config_file import add_config_option
+from quire.cli.structured_options import FLAGS
 from quire.config import (
     CacheConfig,
     CudaGraphConfig,
@@ -28,7 +29,7 @@ from quire.config import (
     option_sections,
 )
 from quire.config.hints import OPTION_HINTS
-from quire.errors import InvalidParameter, UnknownParameter
+from quire.errors import InvalidParameter, QuireError, UnknownParameter
 from quire.sequences.params import SamplingParams
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -149,6 +150,16 @@ def add_fields(group: argparse._ActionsContainer, cls: type) -> None:
     """Add a flag for every field of a dataclass."""
     for flag in _flags(cls):
         _add(group, flag)
+
+
+def with_flag(error: QuireError) -> str:
+    """Return the message of an error, with the flag in place of a field whose flag has another name."""
+    policy = {
+        field: "--" + dest.replace("_", "-") for (owner, field), dest in RENAMED.items() if owner == "FailurePolicy"
+    }
+    flags = {**FLAGS, **policy}
+    field = getattr(error, "field", None)
+    return str(error).replace(field, flags[field], 1) if field in flags else str(error)
 
 
 def given_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from quire.cli import options
 from quire.cli.early_checks import check_files
 from quire.cli.server_options import add_server_options, read_server_config
 from quire.errors import ConfigError
+from quire.fleet.routing.failure_policy import FailurePolicy
 from quire.server.http.address import bind_server
 from quire.server.log_setup import LogSettings
 
@@ -23,6 +24,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_server_options(parser)
     options.add_engine_options(parser, has_foreign=False)
+    options.add_fields(parser.add_argument_group("options of --replicas for servers that fail"), FailurePolicy)
     options.add_foreign_options(parser)
     parser.set_defaults(handler=run)
 
@@ -51,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
             "leave one of them out",
             field="allow_runtime_lora_updating",
         )
+    failure_options = options.given_fields(args, FailurePolicy)
+    if failure_options and args.replicas == 1:
+        field, value = next(iter(failure_options.items()))
+        raise ConfigError(f"{field} is an option of several servers: give --replicas too, got {value!r}", field=field)
     place = None
     if engine_config.parallel.num_ranks > 1:
         from quire.distributed.torchrun import torchrun_place
@@ -72,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         if args.replicas != 1:
             from quire.fleet.local.fleet import serve_replicas
 
-            return serve_replicas(args.replicas, engine_config, server_config, log, listener)
+            policy = FailurePolicy(**failure_options)
+            return serve_replicas(args.replicas, engine_config, server_config, log, policy, listener)
         from quire.server.lifecycle import serve
 
         return serve(engine_config, server_config, listener)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError
 from quire.platform.bounded.files import reason_of
 from quire.sequences.structured import StructuredOutputs
 
@@ -43,12 +43,6 @@ def structured_options(args: argparse.Namespace) -> dict[str, StructuredOutputs]
     if args.grammar is not None:
         return {"structured_outputs": StructuredOutputs(grammar=_read("grammar", args.grammar))}
     return {}
-
-
-def with_flag(error: QuireError) -> str:
-    """Return the message of an error, with the flag in place of the field that it sets."""
-    field = getattr(error, "field", None)
-    return str(error).replace(field, FLAGS[field], 1) if field in FLAGS else str(error)
 
 
 def _read(name: str, path: str) -> str:

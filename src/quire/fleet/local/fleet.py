@@ -18,6 +18,7 @@ from quire.fleet.local.server import LocalServer
 from quire.fleet.local.settings import SharedMachine, settings_of_servers
 from quire.fleet.proxy.fleet import Fleet
 from quire.fleet.proxy.lifecycle import run_proxy
+from quire.fleet.routing.failure_policy import FailurePolicy
 from quire.platform.host_probe import num_cores
 from quire.server.http.listener import read_max_connections
 from quire.server.http.stop_signals import take_signals
@@ -40,10 +41,11 @@ class LocalFleet(Fleet):
     Args:
         servers: the servers.
         key: key for the proxy's own requests; None without keys.
+        policy: policies of the proxy where servers fail.
     """
 
-    def __init__(self, servers: Sequence[LocalServer], key: str | None) -> None:
-        super().__init__([server.url for server in servers], key, PROBE_INTERVAL_S)
+    def __init__(self, servers: Sequence[LocalServer], key: str | None, policy: FailurePolicy) -> None:
+        super().__init__([server.url for server in servers], key, PROBE_INTERVAL_S, policy=policy)
         self._servers = servers
         self._keeping: list[asyncio.Task[None]] = []
         self._given_up: list[str] = []
@@ -137,7 +139,12 @@ class LocalFleet(Fleet):
 
 
 def serve_replicas(
-    count: int, engine: EngineConfig, config: ServerConfig, log: LogSettings, listener: socket.socket
+    count: int,
+    engine: EngineConfig,
+    config: ServerConfig,
+    log: LogSettings,
+    policy: FailurePolicy,
+    listener: socket.socket,
 ) -> int:
     """Start servers on this machine, and forward requests to them until a stop signal arrives.
 
@@ -146,6 +153,7 @@ def serve_replicas(
         engine: options of the engine.
         config: options of the address, and of each server.
         log: level and form of the logs.
+        policy: policies of the proxy where servers fail.
         listener: bound socket.
 
     Returns:
@@ -163,7 +171,7 @@ def serve_replicas(
         servers = [LocalServer(f"server {idx}", settings) for idx in range(count)]
         for server in servers:
             stack.callback(server.close)
-        fleet = LocalFleet(servers, config.operator_key or config.api_key)
+        fleet = LocalFleet(servers, config.operator_key or config.api_key, policy)
         with asyncio.Runner() as runner:
             try:
                 runner.run(_run(fleet, config, listener, max_connections))

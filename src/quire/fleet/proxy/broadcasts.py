@@ -19,6 +19,10 @@ from quire.server.requests.errors import unavailable
 CHANGE_S: Final = 600.0
 LIST_S: Final = 5.0
 MAX_ANSWER_BYTES: Final = 16 << 20
+# A list is parsed on the event loop.
+MAX_LIST_BYTES: Final = 1 << 20
+# Routes that list models, with the field of the list and the field of a model's name.
+LISTS: Final = {"/v1/models": ("data", "id"), "/api/tags": ("models", "name"), "/api/ps": ("models", "name")}
 
 
 class Broadcasts:
@@ -67,26 +71,33 @@ class Broadcasts:
     async def list_models(self, exchange: Exchange) -> None:
         """Answer with the models of all servers that take requests."""
         replicas = {replica.models: replica for replica in self._fleet.available()}
-        answers = await exchange.unless_left(_ask_all(exchange, list(replicas.values()), LIST_S))
+        asking = _ask_all(exchange, list(replicas.values()), LIST_S, MAX_LIST_BYTES)
+        answers = await exchange.unless_left(asking)
         if answers is None:
             return
         if not answers:
             await exchange.give_up(bool(replicas))
             return
+        list_field, name_field = LISTS[exchange.path]
         cards: dict[str, Any] = {}
+        others: dict[str, Any] = {}
         for answer in answers.values():
-            data = fields_of(answer.body).get("data") if answer.status == 200 else None
+            fields = fields_of(answer.body) if answer.status == 200 else {}
+            data = fields.get(list_field)
             for card in data if isinstance(data, list) else ():
-                if isinstance(card, dict) and isinstance(card.get("id"), str):
-                    cards.setdefault(card["id"], card)
+                if isinstance(card, dict) and isinstance(card.get(name_field), str):
+                    others = others or fields
+                    cards.setdefault(card[name_field], card)
         name, first = next(iter(answers.items()))
         if cards:
-            body = json.dumps({"object": "list", "data": list(cards.values())}).encode()
+            body = json.dumps({**others, list_field: list(cards.values())}).encode()
             first = ReadAnswer(200, [(b"content-type", b"application/json")], body)
         await exchange.relay(first, name)
 
 
-async def _ask_all(exchange: Exchange, replicas: Sequence[Replica], limit_s: float) -> dict[str, ReadAnswer]:
+async def _ask_all(
+    exchange: Exchange, replicas: Sequence[Replica], limit_s: float, max_bytes: int = MAX_ANSWER_BYTES
+) -> dict[str, ReadAnswer]:
     """Return the answers of servers, by name; without those that are lost or send nothing in time."""
 
     async def ask(replica: Replica) -> ReadAnswer:
@@ -94,7 +105,7 @@ async def _ask_all(exchange: Exchange, replicas: Sequence[Replica], limit_s: flo
             async with asyncio.timeout(limit_s):
                 answer = await exchange.send_to(replica.upstream)
                 try:
-                    body = await read_whole(answer.parts(), MAX_ANSWER_BYTES, "its answer")
+                    body = await read_whole(answer.parts(), max_bytes, "its answer")
                 finally:
                     answer.close()
         except TimeoutError as error:

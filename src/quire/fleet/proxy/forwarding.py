@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from quire.fleet.proxy.broadcasts import Broadcasts
+from quire.fleet.proxy.broadcasts import LISTS, Broadcasts
 from quire.fleet.proxy.exchange import Exchange, TimeLimits
 from quire.fleet.proxy.fleet import Fleet
 from quire.fleet.proxy.metrics import ProxyMetrics
@@ -75,7 +75,7 @@ class Forwarder:
                 await self._broadcasts.change(exchange)
             elif exchange.path in PATHS and exchange.method == "POST":
                 await self._route(exchange)
-            elif exchange.path == "/v1/models" and exchange.method == "GET" and self._fleet.is_mixed:
+            elif exchange.path in LISTS and exchange.method == "GET" and self._fleet.is_mixed:
                 await self._broadcasts.list_models(exchange)
             else:
                 await self._try_servers(exchange, lambda tried: self._next_of(exchange, tried))
