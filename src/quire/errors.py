@@ -232,6 +232,24 @@ class UnsupportedFeature(RequestError):
         self.why = why
 
 
+class UnsupportedPart(UnsupportedFeature):
+    """A part of a prompt that is no text: an image, audio, a video or a file.
+
+    Args:
+        field: name of the part.
+        kind: its type, as the request states it.
+        model: name of the model, which reads text only.
+    """
+
+    def __init__(self, field: str, kind: object, model: str = "the model") -> None:
+        super().__init__(field, f"{model} reads text only, and this part is of type {shown(kind)}")
+        self.kind = kind
+
+    def of_model(self, name: str) -> UnsupportedPart:
+        """Return the error with the name of the model."""
+        return UnsupportedPart(self.field or "", self.kind, f"the model {shown(name)}")
+
+
 class UnknownParameter(RequestError, TypeError):
     """A sampling parameter that does not exist; also a `TypeError`, as for any unknown argument."""
 

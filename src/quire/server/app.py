@@ -16,6 +16,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
+from quire.errors import UnsupportedPart
+from quire.server.generation.served_model import model_name
 from quire.server.operations import adapters, block_routes, monitoring, pins
 from quire.server.operations.page_files import page
 from quire.server.protocols import (
@@ -109,7 +111,7 @@ def build_app(state: ServerState, tracer: RequestTracer | None = None) -> Starle
     rows: list[tuple[str, str, Handler]] = [*ROUTES]
     rows += [(method, path, partial(_operate, handler)) for method, path, handler in OPERATION]
     # The guard turns an exception of a handler into an answer.
-    routes = [Route(path, partial(handler, state), methods=[method]) for method, path, handler in rows]
+    routes = [Route(path, partial(_handle, handler, state), methods=[method]) for method, path, handler in rows]
     app = Starlette(
         routes=routes,
         middleware=middleware,
@@ -118,6 +120,14 @@ def build_app(state: ServerState, tracer: RequestTracer | None = None) -> Starle
     # A redirect would lead to the host that the client names, and every path has one form.
     app.router.redirect_slashes = False
     return app
+
+
+async def _handle(handler: Handler, state: ServerState, request: Request) -> ASGIApp:
+    """Run a handler; an error about a part that is no text names the model that the request selects."""
+    try:
+        return await handler(state, request)
+    except UnsupportedPart as error:
+        raise error.of_model(model_name(state, request)) from None
 
 
 def _admit(state: ServerState, scope: Scope) -> None:

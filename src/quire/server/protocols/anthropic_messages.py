@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-from quire.errors import InvalidParameter, UnsupportedFeature, shown
+from quire.errors import InvalidParameter, UnsupportedFeature, UnsupportedPart, shown
 from quire.server.admission.usage import TokenCount
 from quire.server.generation.generation import json_response
 from quire.server.generation.sampling import LABELS, NEVER_IGNORED
@@ -88,6 +88,8 @@ NAMES: Sequence[tuple[str, str]] = (
     (r"\.function\b", ""),
 )
 NOT_KNOWN = "runs on Anthropic's servers or clients; only tools with an input_schema are known"
+# Blocks of text, some of them for one role.
+TEXT_BLOCKS = frozenset({"text", "tool_use", "tool_result", "thinking", "redacted_thinking"})
 CHOICES: Mapping[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 FORMAT = sse.StreamFormat(is_named=True, ping='event: ping\ndata: {"type":"ping"}\n\n')
@@ -200,9 +202,11 @@ def _read_blocks(blocks: list[Any], name: str, role: str) -> Iterator[dict[str, 
             content = block.get("content")
             text = "" if content is None else read_text(content, block.name("content"), ("text",))
             yield {"role": "tool", "tool_call_id": required_text(block, "tool_use_id"), "content": text}
-        else:
+        elif kind in TEXT_BLOCKS:
             why = f"blocks of type {shown(kind)} cannot be read in a message of the role {role}"
             raise UnsupportedFeature(block.name("type"), why)
+        else:
+            raise UnsupportedPart(block.name("type"), kind)
     if role == "assistant":
         yield {"role": role, "content": "".join(texts), "tool_calls": calls} | (
             {"reasoning_content": "".join(reasoning)} if reasoning else {}

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.engine.outputs.outputs import CompletionOutput
-from quire.errors import InvalidParameter, UnsupportedFeature, shown
+from quire.errors import InvalidParameter, UnsupportedPart
 from quire.platform.bounded.json_text import BadJSON, parse
 from quire.server.generation.generation import GenerationRequest, Reply, run
 from quire.server.generation.reasoning import ReasoningSplitter
@@ -136,7 +136,7 @@ def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
         fields.refuse(NO_WISH)
         kind = required_text(fields, "type")
         if kind not in kinds:
-            raise UnsupportedFeature(fields.name("type"), f"parts of type {shown(kind)} cannot be read, only text")
+            raise UnsupportedPart(fields.name("type"), kind)
         texts.append(required_text(fields, "text"))
     return "".join(texts)
 

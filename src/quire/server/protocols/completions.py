@@ -28,6 +28,7 @@ from quire.server.http.json_stream import JsonArray
 from quire.server.protocols.models import read_fields
 from quire.server.requests.field_names import renaming
 from quire.server.requests.fields import Fields, Refusal, RouteFields
+from quire.server.requests.media import refuse_media
 from quire.server.state.state import ServerState
 from quire.text.tokenizers.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizers.tokenizer import Tokenizer
@@ -173,6 +174,7 @@ def read_prompts(value: object, limit: int, field: str = "prompt") -> list[Promp
         return [value]
     if len(value) > limit:
         raise InvalidParameter(field, f"{len(value)} prompts", f"at most {limit} prompts")
+    refuse_media(value, field)
     for has_form, form in FORMS:
         if has_form(value[0]):
             wrong = next((idx for idx, item in enumerate(value) if not has_form(item)), None)

@@ -21,6 +21,7 @@ from quire.server.http.json_stream import JsonArray
 from quire.server.protocols.completions import max_prompts, read_prompts
 from quire.server.protocols.models import read_fields
 from quire.server.requests.fields import Fields, RouteFields
+from quire.server.requests.media import refuse_media
 from quire.server.state.state import ServerState
 
 ENCODINGS = ("float", "base64")
@@ -157,13 +158,13 @@ async def score(state: ServerState, request: Request) -> ASGIApp:
     def build(scores: list[float]) -> dict[str, Any]:
         return {"data": [{"index": idx, "object": "score", "score": value} for idx, value in enumerate(scores)]}
 
-    return await _score(state, request, fields, names, [_texts(fields.get(name)) for name in names], build)
+    return await _score(state, request, fields, names, [_texts(fields, name) for name in names], build)
 
 
 async def rerank(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/rerank`, `/v2/rerank` and `/rerank`: the documents in the order of their scores."""
     fields = await read_fields(state, request, RERANK_FIELDS)
-    query, documents = fields.text("query"), _texts(fields.get("documents"))
+    query, documents = fields.text("query"), _texts(fields, "documents")
     if query is None:
         raise InvalidParameter("query", None, "a string")
     top_n = fields.integer("top_n", 0, 2**31 - 1) or None
@@ -241,8 +242,10 @@ async def _answer(
     return await answer(state, request, job, PooledReply(head, build), head["id"])
 
 
-def _texts(value: object) -> Any:
+def _texts(fields: Fields, name: str) -> Any:
     """Return one text, or several, as a list; objects are replaced by their `text`, other values are unchanged."""
+    value = fields.get(name)
+    refuse_media(value, name)
     if isinstance(value, str):
         return [value]
     if isinstance(value, list):

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from quire.config.hints import hint_for
-from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.errors import InvalidParameter, UnsupportedFeature, UnsupportedPart
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ def warn_once(topic: str, message: str, *args: object) -> None:
 
 # The neutral values of a field, and the reason why all others are refused.
 Refusal = tuple[tuple[Any, ...], str]
+# The reason for a refusal of parts that are no text.
+TEXT_ONLY = "the model reads text only"
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class Fields:
             neutral, why = unsupported[field]
             # The type counts too: 0 and False are equal in Python.
             if not any(value == same and type(value) is type(same) for same in neutral):
+                if why == TEXT_ONLY:
+                    raise UnsupportedPart(self.name(field), field.removesuffix("s"))
                 raise UnsupportedFeature(self.name(field), why)
 
     def log_unknown(self, field_names: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from quire.errors import InvalidParameter, UnsupportedFeature, shown
+from quire.errors import InvalidParameter, UnsupportedFeature, UnsupportedPart
 from quire.text.chat.content_forms import CALLS, STRING, in_form, texts_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -90,7 +90,7 @@ def _texts(content: object, where: str, *, may_be_absent: bool) -> list[str]:
         if kind is None:
             raise InvalidParameter(f"{where}[{idx}]", part, 'an object like {"type": "text", "text": "..."}')
         if kind != "text":
-            raise UnsupportedFeature(f"{where}[{idx}].type", f"parts of type {shown(kind)} cannot be read, only text")
+            raise UnsupportedPart(f"{where}[{idx}].type", kind)
         if part.get(SANITIZE) is not None:
             raise UnsupportedFeature(f"{where}[{idx}].{SANITIZE}", "it is a field of whole messages")
         if not isinstance(part.get("text"), str):
