@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.loading.loading import load_decoder
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.models.specs.sharding import Share, shard_spec, splits_of
 from quire.models.specs.spec import Attention, LayerSpec
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
@@ -45,7 +45,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class RankedRun(PagedRun):
     """The steps of a rank: rank 0 has logits, the others serve the head meanwhile."""
 
-    def __init__(self, decoder: Decoder, group: RankGroup) -> None:
+    def __init__(self, decoder: CausalModel, group: RankGroup) -> None:
         super().__init__(decoder)
         self._group = group
         logits, serve_head = decoder.logits, decoder.serve_head

@@ -17,7 +17,7 @@ from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.finite_values import check_finite
 from quire.models.loading.loading import load_decoder
 from quire.models.loading.sizes import check_sizes
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.models.tensors.stored_tensor import StoredTensor
 from tests.models.stored_tensors import stored_tensors
 from tests.models.tiny import CASES, make_tiny
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return checkpoint.save(tmp_path / "model")
 
 
-def load(folder: Path) -> Decoder:
+def load(folder: Path) -> CausalModel:
     return load_decoder(Checkpoint.open(str(folder)), device="cpu", dtype=torch.float32)
 
 

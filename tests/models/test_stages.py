@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.loading.loading import load_decoder
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.stages import StageDecoder
 from quire.models.specs.parameter_estimate import layer_parameters
 from quire.models.specs.sharding import Share, splits_of
@@ -56,7 +56,7 @@ def spec_of(folder: Path) -> ModelSpec:
     return build(Checkpoint.open(str(folder)).config)[0]
 
 
-def staged_run(decoder: Decoder, group: PipelineGroup) -> PagedRun:
+def staged_run(decoder: CausalModel, group: PipelineGroup) -> PagedRun:
     """Return the steps of a rank of a stage: rank 0 has logits."""
     assert isinstance(decoder, StageDecoder)
     if group.tensor is not None:

@@ -34,6 +34,7 @@ from quire.execution.step.kv_storage import make_storages
 from quire.memory.results import NO_OPS
 from quire.models.families import build
 from quire.models.families.expert_layout import LINEAR_EXPERTS, has_linear_experts
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.decoder import Decoder
 from quire.models.specs.spec import StateCacheShape, TokenCacheShape, WeightMap
 from quire.ops import make_ops
@@ -305,7 +306,9 @@ class PagedRun:
     Blocks that have left a window or chunk are poisoned again, and the tables name the null block in their place.
     """
 
-    def __init__(self, decoder: Decoder, *, block_size: int = 4, num_blocks: int = 256, device: str = "cpu") -> None:
+    def __init__(
+        self, decoder: CausalModel, *, block_size: int = 4, num_blocks: int = 256, device: str = "cpu"
+    ) -> None:
         self._decoder = decoder
         self._block_size = block_size
         groups = decoder.cache_groups

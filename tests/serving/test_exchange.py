@@ -139,7 +139,8 @@ def test_an_exchange_that_has_ended_is_freed_without_the_collector() -> None:
 
     async def use(upstream: Upstream) -> bool:
         async def receive() -> Message:
-            return await asyncio.get_running_loop().create_future()
+            forever: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+            return await forever
 
         async def send(message: Message) -> None:
             pass

@@ -22,6 +22,7 @@ from quire.models.families import build
 from quire.models.families.quantization_config import without_quantization
 from quire.models.loading.loading import load_decoder, make_adapter_slots
 from quire.models.loading.weights import load_weights
+from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.decoder import Decoder
 from quire.models.specs.spec import WeightMap
 from quire.ops.interface.lora import LoraRows
@@ -161,7 +162,7 @@ def values_of(checkpoint: Checkpoint, weight_map: WeightMap) -> Tensors:
 class WithAdapter:
     """A decoder all of whose rows go through an adapter."""
 
-    def __init__(self, checkpoint: Checkpoint, decoder: Decoder, adapter: Path) -> None:
+    def __init__(self, checkpoint: Checkpoint, decoder: CausalModel, adapter: Path) -> None:
         slots = make_adapter_slots(checkpoint, decoder, 16)
         slots.put(0, slots.read(adapter))
         self._decoder = decoder

@@ -21,7 +21,7 @@ from quire.errors import CheckpointError, LockstepDrift
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.loading.loading import load_decoder, make_adapter_slots
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
 from tests.conformance.conftest import slow_or_exhaustive
 from tests.distributed.in_threads import run_groups, run_ranks
@@ -61,7 +61,7 @@ def make_world(folder: Path, name: str) -> World:
     return World(checkpoint, write_adapter(folder / "adapter", random_matrices(widths, 4, 1)))  # type: ignore[arg-type]
 
 
-def run_of(decoder: Decoder, group: RankGroup | None) -> PagedRun:
+def run_of(decoder: CausalModel, group: RankGroup | None) -> PagedRun:
     if group is None:
         return PagedRun(decoder)
     return staged_run(decoder, group) if isinstance(group, PipelineGroup) else RankedRun(decoder, group)

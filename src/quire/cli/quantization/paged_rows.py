@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.execution.step.kv_storage import make_storages
-from quire.models.modules.decoder import Decoder
+from quire.models.modules.causal_model import CausalModel
 from quire.models.specs.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface.ops import AttentionBatch, StateBatch
 
@@ -19,7 +19,7 @@ CPU: Final = torch.device("cpu")
 
 
 def run_sequences(
-    decoder: Decoder, input_ids: Tensor, lengths: Sequence[int], embeddings: Tensor | None = None
+    decoder: CausalModel, input_ids: Tensor, lengths: Sequence[int], embeddings: Tensor | None = None
 ) -> Tensor:
     """Run a decoder over sequences from their first tokens."""
     starts = list(accumulate(lengths, initial=0))

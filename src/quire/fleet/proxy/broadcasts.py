@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from quire.fleet.proxy.exchange import Exchange, ReadAnswer
@@ -80,7 +80,7 @@ class Broadcasts:
             return
         list_field, name_field = LISTS[exchange.path]
         cards: dict[str, Any] = {}
-        others: dict[str, Any] = {}
+        others: Mapping[str, Any] = {}
         for answer in answers.values():
             fields = fields_of(answer.body) if answer.status == 200 else {}
             data = fields.get(list_field)
