@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.hosted.experts import NAME, HostedExperts, register_experts
+from quire.models.hosted.experts import HostedExperts, use_packed_experts
 from quire.models.hosted.linear import UNWATCHED, HostedEmbedding, HostedLinear, LayerUse, is_transposed
 from quire.models.hosted.weights import fill
 from quire.ops.interface.quantized_weight import StoredWeight
@@ -96,10 +96,8 @@ def load(kind: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def without_weights(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Return a module whose parameters are on the meta device."""
-    register_experts()
-    module = AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation="eager", experts_implementation=NAME
-    )
+    module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    use_packed_experts(module)
     moved: dict[int, nn.Parameter] = {}
     for layer in module.modules():
         for name, parameter in layer._parameters.items():

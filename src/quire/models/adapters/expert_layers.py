@@ -65,11 +65,13 @@ class LinearPlace(NamedTuple):
 
 
 class ExpertLayers:
-    """The layers of single experts of a model."""
+    """The layers of single experts of a model; none without a specification."""
 
-    def __init__(self, spec: ModelSpec, weight_map: WeightMap) -> None:
+    def __init__(self, spec: ModelSpec | None, weight_map: WeightMap) -> None:
         self.layers: dict[str, ExpertLayer] = {}
         self._by_module: dict[str, tuple[ExpertLayer, ...]] = {}
+        if spec is None:
+            return
         for ours, experts in _experts(spec):
             pair = tuple(_layers(ours, experts, spec.width))
             self.layers |= {layer.weight: layer for layer in pair}

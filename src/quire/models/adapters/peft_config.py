@@ -19,12 +19,12 @@ REFUSED: Final[Mapping[str, str]] = {
     "layer_replication": "the layers of the model are not repeated",
     "alora_invocation_tokens": "an adapter is for all tokens of a request",
     "trainable_token_indices": "embeddings take no adapters",
-    "fan_in_fan_out": "weights are stored [out, in]",
     "use_qalora": "inputs are not pooled in groups",
     "use_bdlora": "matrices are whole, not block-diagonal",
     "arrow_config": "a request has one adapter",
 }
-# Fields about the training of an adapter, fields that repeat its tensors, and fields that `PeftConfig` reads.
+# Fields about the training of an adapter, fields that repeat its tensors or say how the model's own weights are stored
+# (`fan_in_fan_out`), and fields that `PeftConfig` reads.
 IGNORED: Final = frozenset(
     {
         *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
@@ -32,7 +32,7 @@ IGNORED: Final = frozenset(
         *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
         *("exclude_modules", "layers_to_transform", "layers_pattern"),
         *("r", "lora_alpha", "target_modules", "bias", "use_rslora", "init_lora_weights"),
-        *("rank_pattern", "alpha_pattern", "target_parameters"),
+        *("rank_pattern", "alpha_pattern", "target_parameters", "fan_in_fan_out"),
     }
 )
 # Initialisations that keep the weights of the model; others (PiSSA, OLoRA, CorDA, LoftQ) change them.

@@ -26,9 +26,14 @@ PLAIN: Final = "up_proj"
 _ATTRIBUTE: Final = "_hosted_experts"
 
 
-def register_experts() -> None:
-    """Register the function of experts with transformers."""
+def use_packed_experts(module: nn.Module) -> None:
+    """Make a module's experts run by `HostedExperts`, where they ask transformers' registry."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, _run)
+    # The first versions of transformers 5 accept their own names only when a module is built.
+    for layer in module.modules():
+        config: Any = getattr(layer, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = NAME
 
 
 def _run(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -43,7 +48,7 @@ def runs_registered_experts(module: nn.Module) -> bool:
     """Return whether a module runs its experts by the registered function, over weights of all experts."""
     config, down = getattr(module, "config", None), module._parameters.get(DOWN)
     # `use_experts_implementation` wraps the forward pass of the classes that ask the registry.
-    is_registered = hasattr(type(module).forward, "__wrapped__") and hasattr(module, "has_gate")
+    is_registered = hasattr(type(module).forward, "__wrapped__") and hasattr(module, "is_transposed")
     return is_registered and getattr(config, "_experts_implementation", None) == NAME and down is not None
 
 
@@ -60,21 +65,22 @@ class HostedExperts:
     """
 
     def __init__(self, module: Any, ops: Ops) -> None:
-        first = GATED if module.has_gate else PLAIN
+        has_gate = getattr(module, "has_gate", True)  # transformers 5.0 has no experts without
+        first = GATED if has_gate else PLAIN
         down = module._parameters[DOWN]
         num_experts, inner, width = (
             down.shape if module.is_transposed else (down.shape[0], down.shape[2], down.shape[1])
         )
-        activation = _gate_of(module) if module.has_gate else None
+        activation = _gate_of(module) if has_gate else None
         experts = Experts(num_experts, 1, inner, transposed=module.is_transposed, bias=module.has_bias)
-        num_outputs = 2 * inner if module.has_gate else inner
+        num_outputs = 2 * inner if has_gate else inner
         self._first = ExpertProjections(experts, width, num_outputs, ops, gate=activation)
         self._down = ExpertProjections(experts, inner, width, ops, max_group=DOWN_GROUP)
         self.projections = {first: self._first, DOWN: self._down}
         self._bounds = (0, num_experts)
         self._activate: Callable[[Tensor], Tensor] | None = None
         if activation is None:
-            self._activate = module._apply_gate if module.has_gate else module.act_fn
+            self._activate = module._apply_gate if has_gate else module.act_fn
         self._norm: Callable[[Tensor], Tensor] | None = None
         if getattr(module, "has_post_expert_norm", False):
             self._norm = module.post_expert_norm

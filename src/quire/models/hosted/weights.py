@@ -64,7 +64,7 @@ def fill(
     reader = TensorReader(checkpoint)
     state: dict[str, Tensor] = module.state_dict()
     readings, unused = read_conversions(module, checkpoint, reader)
-    _check_unused(module, unused, checkpoint)
+    _check_unused(module, state, unused, checkpoint)
     _check_shapes(module, state, readings, checkpoint)
     groups = [names for names in _tied(module, state, readings) if _is_stored(names, state, readings, checkpoint)]
     dtypes = _dtypes(module, state, dtype)
@@ -84,11 +84,16 @@ def fill(
     return table
 
 
-def _check_unused(module: Any, unused: Iterable[str], checkpoint: Checkpoint) -> None:
-    """Refuse stored tensors that are not part of the module, except those that transformers ignores, too."""
+def _check_unused(module: Any, state: Mapping[str, Tensor], unused: Iterable[str], checkpoint: Checkpoint) -> None:
+    """Refuse stored tensors that are not part of the module.
+
+    Those that transformers ignores are ignored here, too, and buffers that the module computes and does not store.
+    """
     patterns = (*(module._keys_to_ignore_on_load_unexpected or ()), *HARMLESS)
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
-    surplus = sorted(name for name in unused if ignored.search(name) is None)
+    computed = {name for name, _ in module.named_buffers() if name not in state}
+    computed |= {name.removeprefix(f"{module.base_model_prefix}.") for name in computed}
+    surplus = sorted(name for name in unused if name not in computed and ignored.search(name) is None)
     if surplus:
         names = ", ".join(shown(name) for name in surplus[:4]) + (", ..." if len(surplus) > 4 else "")
         raise CheckpointError(
