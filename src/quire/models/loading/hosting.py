@@ -12,8 +12,7 @@ from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.hosted.build import build_module
 from quire.models.hosted.choice import one_process_only
 from quire.models.hosted.decoder import HostedDecoder
-from quire.models.hosted.experts import NAME as EXPERTS
-from quire.models.hosted.experts import register_experts
+from quire.models.hosted.experts import use_packed_experts
 from quire.models.hosted.linear import LayerUse
 from quire.models.hosted.rope import fix_length
 from quire.models.hosted.weights import fill
@@ -57,8 +56,8 @@ def load_hosted(
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or dtype, or is not part of the model.
     """
-    register_experts()
-    module = build_module(spec.config, dtype=dtype, experts=EXPERTS)
+    module = build_module(spec.config, dtype=dtype)
+    use_packed_experts(module)
     use = LayerUse(spec.kept_layers, spec.adapted_layers)
     weights = fill(module, checkpoint, ops=ops, dtype=dtype, device=device, use=use)
     fix_length(module, spec.context_length)
