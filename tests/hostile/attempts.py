@@ -1,20 +1,10 @@
-"""Loads the checkpoints that are named on standard input, each in a process of its own with limits.
-
-`python -m tests.hostile.attempts`: one line in with the folder, one line out with what came of it. What is imported is
-imported once: each attempt is a fork.
-"""
+"""Loads the checkpoints whose folders are named on standard input, each in a fork (`tests.forked`)."""
 
 from __future__ import annotations
 
-import json
-import os
-import resource
-import signal
-import sys
-import time
-import traceback
 from contextlib import suppress
-from pathlib import Path
+
+from tests.forked import serve
 
 MEMORY_BYTES = 3 << 30
 TIMEOUT_S = 30
@@ -60,33 +50,6 @@ def attempt(folder: str) -> str:
     return "; ".join(happened)
 
 
-def in_a_process(folder: str) -> dict[str, object]:
-    """Fork, attempt, and return what came of it with the seconds and bytes that it took."""
-    read, write = os.pipe()
-    began = time.monotonic()
-    pid = os.fork()
-    if not pid:
-        os.close(read)
-        signal.alarm(TIMEOUT_S)
-        num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        limit = num_pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        try:
-            said = attempt(folder)
-        except BaseException:
-            said = "untyped: " + traceback.format_exc()[-1500:]
-        os.write(write, said.encode("utf-8", "replace")[:4000])
-        os._exit(0)
-    os.close(write)
-    with open(read, "rb") as pipe:
-        said = pipe.read().decode()
-    _, status, usage = os.wait4(pid, 0)
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        said = "timeout" if number == signal.SIGALRM else f"ended by signal {number}"
-    return {"said": said, "seconds": time.monotonic() - began, "bytes": usage.ru_maxrss * 1024}
-
-
 def main() -> None:
     """Serve attempts until there are no more."""
     import quire.engine.llm
@@ -98,14 +61,7 @@ def main() -> None:
     defaults = Renderer.__init__.__kwdefaults__
     assert defaults is not None
     defaults["timeout_s"] = 1.0
-    # The library's panics and warnings of models go nowhere.
-    answers = os.fdopen(os.dup(1), "w")
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
-    for line in sys.stdin:
-        answers.write(json.dumps(in_a_process(line.rstrip("\n"))) + "\n")
-        answers.flush()
+    serve(attempt, MEMORY_BYTES, TIMEOUT_S)
 
 
 if __name__ == "__main__":

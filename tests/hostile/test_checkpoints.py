@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.forked import Attempt, attempts_of
 from tests.hostile.checkpoints import Maker
 from tests.server import checkpoint
 
@@ -19,8 +16,6 @@ MOST_BYTES = 3 << 30
 # Damage of each kind of file; the others are slow.
 DEFAULT_KINDS = ("config", "tokenizer", "template", "header", "weights")
 KINDS = ("config", "configs", "family", "file", "tokenizer", "anywhere_in_json", "template", "header", "weights")
-
-Attempt = Callable[[Path], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -32,27 +27,12 @@ def maker(tmp_path_factory: pytest.TempPathFactory) -> Maker:
 
 @pytest.fixture(scope="module")
 def attempt() -> Iterator[Attempt]:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    # To write where a panic came from, the library maps more than the limit leaves, and aborts.
-    environ["RUST_BACKTRACE"] = "0"
-    command = [sys.executable, "-m", "tests.hostile.attempts"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=Path(__file__).parents[2]
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        lines, answers = process.stdin, process.stdout
-
-        def run(folder: Path) -> dict[str, Any]:
-            lines.write(f"{folder}\n")
-            lines.flush()
-            return dict(json.loads(answers.readline()))
-
-        yield run
+    with attempts_of("tests.hostile.attempts") as attempt:
+        yield attempt
 
 
 def check(maker: Maker, attempt: Attempt, folder: Path, kind: str, seed: int) -> str:
-    outcome = attempt(maker.make(folder, kind, seed))
+    outcome = attempt(str(maker.make(folder, kind, seed)))
     assert outcome["said"].startswith(("loaded; ", "refused: ")), f"{kind} {seed}: {outcome['said']}"
     assert outcome["bytes"] < MOST_BYTES, f"{kind} {seed}"
     return str(outcome["said"])
