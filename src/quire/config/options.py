@@ -78,8 +78,9 @@ class ModelConfig:
         kernels: kernel backend: "native" kernels, compiled when Quire was installed, stock "torch" operators, or
             "triton" kernels for NVIDIA GPUs (the extra "gpu"); "auto" takes native kernels on a CPU if they were
             compiled, and Triton kernels on a GPU of compute capability 8.0 or higher if Triton is installed.
-        model_impl: what computes a model: "native" for Quire's own families, "transformers" for modules of transformers
-            (the extra "transformers"), which has many more architectures; "auto" takes a family if there is one.
+        model_impl: implementation of a model: "native" for Quire's own families, "transformers" for the modules of
+            transformers (the extra "transformers"), which has many more architectures; "auto" takes a family if there
+            is one.
         quantization: quantisation of linear layers while they are loaded (round to nearest): "int8"
             or "int4", with a scale for 32 inputs; with "int4" the output head has six bits. None keeps the weights
             unchanged. Other names of vLLM ("awq", "fp8", ...) set `stored_quantization`.

@@ -93,7 +93,8 @@ def make_config(config: Mapping[str, Any]) -> Any:
             field="architectures",
         )
     try:
-        made = configs[model_type].from_dict({key: value for key, value in config.items() if key != "auto_map"})
+        fields = {key: _decoded(value) for key, value in config.items() if key != "auto_map"}
+        made = configs[model_type].from_dict(fields)
     except Exception as error:
         raise CheckpointError(f"config.json: transformers refuses it: {first_line(error)}") from error
     if type(made) not in models:
@@ -102,6 +103,14 @@ def make_config(config: Mapping[str, Any]) -> Any:
         reason = f"the causal language model of model_type {model_type!r} is {models[type(made)].__name__}"
         raise hindered("encoder", architecture, reason)
     return made
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value of a configuration with the floats that JSON lacks, which transformers stores as objects."""
+    if isinstance(value, Mapping):
+        named = value.get("__float__")
+        return float(named) if isinstance(named, str) else {key: _decoded(each) for key, each in value.items()}
+    return [_decoded(each) for each in value] if isinstance(value, list) else value
 
 
 def check_numbers(config: Mapping[str, Any], prefix: str = "") -> None:

@@ -10,6 +10,7 @@ attention is a function of each row alone. What they do beside attention must th
    or the model keeps more than keys and values.
 """
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -166,8 +167,7 @@ def _examine(config: Mapping[str, Any]) -> HostedSpec:
     except ConfigError:
         raise
     except Exception as error:
-        hindrance: Hindrance = "mask" if HostedMask.__name__ in str(error) else "shape"
-        raise hindered(hindrance, architecture, f"a trial step fails: {first_line(error)}") from error
+        raise hindered("shape", architecture, f"a trial step fails: {first_line(error)}") from error
 
 
 def _try(module: nn.Module, config: Mapping[str, Any], counts: ParameterCounts) -> HostedSpec:
@@ -236,7 +236,14 @@ def _run_whole(module: nn.Module, ids: Tensor, positions: Tensor) -> _WholeRun:
     given = {"position_ids": positions[None]} if "position_ids" in parameter_names(module) else {}
     recorder = _Recorder(knows_positions=True)
     with hosted_by(recorder), watch_layers(module, NUM_ROWS) as watched:
-        logits: Tensor = module(input_ids=ids[None], use_cache=False, **given).logits
+        try:
+            logits: Tensor = module(input_ids=ids[None], use_cache=False, **given).logits
+        except (AttributeError, TypeError) as error:
+            if HostedMask.__name__ not in str(error):
+                raise
+            # Its own code reads the mask: for another mask, or for attention without the interface.
+            hindrance: Hindrance = "mask" if recorder.calls or _asks_interface(module) else "attention"
+            raise _Refused(hindrance, f"its own code reads masks: {first_line(error)}") from error
         use = watched.use
     for hook in hooks:
         hook.remove()
@@ -247,12 +254,19 @@ def _run_whole(module: nn.Module, ids: Tensor, positions: Tensor) -> _WholeRun:
     return _WholeRun(body, recorder.calls, hidden[0], logits[0], use)
 
 
+def _asks_interface(module: nn.Module) -> bool:
+    """Return whether the source of a class asks for the attention function by its name."""
+    return "get_interface(" in inspect.getsource(inspect.getmodule(type(module)) or type(module))
+
+
 def _mixed(body: nn.Module, calls: Sequence[_TrialCall], place: str) -> _Refused:
     """Return the hindrance of a row that depends on other rows, or on its place in the step."""
     if not calls:
         return _Refused("attention", "rows are mixed without a call of transformers' attention interface")
     if "position_ids" not in parameter_names(body):
-        return _Refused("shape", "its rows have the positions of their places in a step, and no others can be given")
+        config: Any = getattr(body, "config", None)
+        hindrance: Hindrance = "encoder" if hasattr(config, "encoder_layers") else "shape"
+        return _Refused(hindrance, "its rows have the positions of their places in a step, and no others can be given")
     return _Refused("state", f"rows of a step are mixed {place}, as by a recurrent state or a convolution")
 
 
@@ -312,7 +326,7 @@ def _check_cache(body: nn.Module, calls: Sequence[_TrialCall], ids: Tensor, posi
 
 def _max_position(config: Any) -> int:
     """Return the longest context of a configuration."""
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length"):
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"):
         value = getattr(config, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value

@@ -21,7 +21,6 @@ from quire.models.families import build
 from quire.models.families.encoders import build_encoder
 from quire.models.families.quantization_config import without_quantization
 from quire.models.hosted.choice import read_decoder
-from quire.models.loading.hosting import check_hosted, load_hosted
 from quire.models.loading.sizes import check_sizes
 from quire.models.loading.weights import load_weights
 from quire.models.modules.causal_model import CausalModel
@@ -80,6 +79,8 @@ def load_decoder(
         spec = spec.for_context(max_model_len)
     torch_device = torch.device(device)
     if isinstance(spec, HostedSpec):
+        from quire.models.loading.hosting import check_hosted, load_hosted  # imports transformers
+
         check_hosted(checkpoint, deterministic=deterministic, adapter=adapter, ranks=ranks)
         ops = make_ops(torch_device, kernels, quantization, weight_packing)
         return load_hosted(checkpoint, spec, ops if wrap_ops is None else wrap_ops(ops), dtype, torch_device)

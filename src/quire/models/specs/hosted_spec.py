@@ -78,7 +78,7 @@ class HostedSpec:
         context_length: longest context that is served; it decides about the factors, see `LongRopeScaling`.
         kept_layers: linear layers whose weights other modules read, and which stay tensors.
         adapted_layers: linear layers that take all rows of a step, to which adapters can be applied.
-        classifier, dense: as of `ModelSpec`; there are none.
+        classifier, dense: layers over pooled states, as of `ModelSpec`; none.
     """
 
     library: str
