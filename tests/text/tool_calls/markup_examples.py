@@ -30,7 +30,8 @@ def dsml() -> str:
 
 
 QWEN3 = tagged("<parameter=", ">\n", "\n</parameter>\n", words=PYTHON_WORDS)
-SEED = tagged("<parameter=", ">", "</parameter>\n", words=PYTHON_WORDS)
+PYTHON_VALUES = {**PYTHON_WORDS, '[1, "x", false]': "[1, 'x', False]", '{"p": "q"}': "{'p': 'q'}"}
+SEED = tagged("<parameter=", ">", "</parameter>\n", words=PYTHON_VALUES)
 GLM = tagged("<arg_key>", "</arg_key><arg_value>", "</arg_value>")
 GLM_LINES = tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
 MINIMAX = tagged('<parameter name="', '">', "</parameter>\n")

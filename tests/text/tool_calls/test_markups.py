@@ -264,6 +264,21 @@ def test_outputs_with_marks_as_tokens_are_read_as_calls_that_fit(key: str, kind:
     assert num_ended >= 2
 
 
+@pytest.mark.parametrize("key", ["lfm2-0", "olmo3-0", "pythonic-0", "seed_oss-0"])
+def test_strings_between_single_quotes_have_no_escapes(key: str, walker: ByteWalker) -> None:
+    texts = {"enum": ["it's", "a\\b", "plain"]}
+    schema = {
+        "properties": {"v": {"type": "array", "items": texts}, "w": {"type": "array", "items": {"pattern": "^'$"}}}
+    }
+    function = Function("look", schema, is_strict=True)
+    grammar = MARKUPS[key].grammar(CallRules(functions=[function], is_required=True))
+    assert walker.takes(grammar, write(MARKUPS[key].markups[0], [("look", {"v": texts["enum"], "w": ["'"]})]))
+    plain = write(MARKUPS[key].markups[0], [("look", {"v": ["plain"]})])
+    assert walker.takes(grammar, plain.replace('"plain"', "'plain'"))
+    for wrong in ("'it's'", "'it\\'s'", "'a\\\\b'", "'other'"):
+        assert not walker.takes(grammar, plain.replace('"plain"', wrong)), wrong
+
+
 def test_lists_and_objects_in_pythons_syntax_are_read_if_the_schema_allows_them() -> None:
     form = MARKUPS["seed_oss-0"]
     text = write(

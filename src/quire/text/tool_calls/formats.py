@@ -160,11 +160,11 @@ MINIMAX_M2 = Markup(
     close="\n",
     end="</minimax:tool_call>",
 )
-# Seed-OSS.
+# Seed-OSS: lists and objects in Python's syntax.
 SEED_OSS = replace(
     QWEN3_XML,
     begin="<seed:tool_call>",
-    arguments=TaggedArguments(key_begin="<parameter=", key_end=">", value_end="</parameter>\n"),
+    arguments=TaggedArguments(key_begin="<parameter=", key_end=">", value_end="</parameter>\n", values=PYTHON_VALUES),
     end="</seed:tool_call>",
 )
 # Granite 3.0 to 3.3.

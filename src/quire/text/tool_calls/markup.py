@@ -17,6 +17,9 @@ BOTH_WORDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+JSON_VALUES = ValueSyntax(words=JSON_WORDS, comma=", ", colon=": ")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallObject:
     """Calls that are JSON objects with a name and arguments.
@@ -41,7 +44,7 @@ class JsonArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedArguments:
-    """Arguments between tags: strings as plain text, other values as JSON. The schema decides which are strings.
+    """Arguments between tags, with strings as plain text. The schema decides which texts are strings.
 
     Args:
         key_begin: text before a key.
@@ -49,12 +52,14 @@ class TaggedArguments:
         value_end: text after a value; likewise with a line break at its beginning.
         json_key_end: text in place of `key_end` before a value that is JSON; "" if the schema alone tells strings from
             other values.
+        values: spelling of lists and objects; words may be Python's anyway.
     """
 
     key_begin: str
     key_end: str
     value_end: str
     json_key_end: str = ""
+    values: ValueSyntax = JSON_VALUES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,10 @@ from quire.text.schemas.patterns import quoted
 from quire.text.tool_calls.argument_schema import forms_of, objects_of, types_of
 from quire.text.tool_calls.calls import Function
 from quire.text.tool_calls.grammar import joined, literal, written
-from quire.text.tool_calls.markup import BOTH_WORDS, JSON_WORDS, TaggedArguments
-from quire.text.tool_calls.value_grammar import ValueRules, ValueSyntax, repeated
+from quire.text.tool_calls.markup import BOTH_WORDS, JSON_VALUES, TaggedArguments
+from quire.text.tool_calls.value_grammar import ValueRules, repeated
 
-# All values except strings are JSON, but words may be Python's.
-SYNTAX = ValueSyntax(words=JSON_WORDS, comma=", ", colon=": ")
-KEY_SYNTAX = replace(SYNTAX, bare_key="[a-zA-Z0-9_.-]{1,64}")
+KEY_SYNTAX = replace(JSON_VALUES, bare_key="[a-zA-Z0-9_.-]{1,64}")
 # Name of a type -> regular expression of the texts that are read as its values, without white space around them.
 INTEGER = "-?(0|[1-9][0-9]*)"
 EXPONENT = r"[eE][+\-]?[0-9]+"
@@ -37,7 +35,7 @@ def tagged_arguments(
 
     Arguments come in the order of the schema, then others if it allows them.
     """
-    rules = TagRules(form, ValueRules.of(function, SYNTAX, prefix, tokens))
+    rules = TagRules(form, ValueRules.of(function, form.values, prefix, tokens))
     return rules.values, [rules.arguments(one) for one in objects_of(rules.values.schema)]
 
 

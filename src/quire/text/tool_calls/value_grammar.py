@@ -35,7 +35,7 @@ class ValueSyntax:
         colon: separator of a key and a value.
         bare_key: regular expression of the keys that are written without quotes; "" to quote all keys.
         quote: marker before and after a string without escapes; "" for JSON strings.
-        has_single_quotes: True if strings without escapes may be between single quotes.
+        has_single_quotes: True if strings and keys without escapes may be between single quotes.
         is_sorted: True if keys are in alphabetical order.
     """
 
@@ -102,7 +102,8 @@ class ValueRules:
         comma = literal(syntax.comma)
         # `first` begins the object at a member, `rest` continues it there.
         for idx, (key, state) in enumerate(properties):
-            member = f"{literal(self._key(key, syntax) + syntax.colon)} {self.value(state)} {name}rest{idx + 1}"
+            named = " | ".join(literal(one + syntax.colon) for one in self._keys(key, syntax))
+            member = f"({named}) {self.value(state)} {name}rest{idx + 1}"
             skip = "" if key in form.required else " | {}"
             self.lines.append(f"{name}first{idx}: {member}{skip.format(f'{name}first{idx + 1}')}")
             self.lines.append(f"{name}rest{idx}: {comma} {member}{skip.format(f'{name}rest{idx + 1}')}")
@@ -148,8 +149,11 @@ class ValueRules:
         quote = self.syntax.quote
         if not quote:
             string = self.rule(_json(text_schema(form)), _json({"type": "string"}))
-            if not self.syntax.has_single_quotes:
+            # A pattern may have no text without a quote or a backslash.
+            if not self.syntax.has_single_quotes or form.patterns:
                 return string
+            if form.constants is not None:
+                return " | ".join([string, *(literal(f"'{one}'") for one in form.constants if _is_plain(one))])
             plain = f"/{SINGLE_QUOTED}/"
             return f"{string} | {self.rule(f'{plain} & {_text(form, APOSTROPHE)}', plain, letter='Q')}"
         text = self.text([form])
@@ -178,8 +182,9 @@ class ValueRules:
 
     def other_key(self, syntax: ValueSyntax, keys: Sequence[str]) -> str:
         """Return the name of the terminal for a key that is not declared."""
-        taken = "|".join(quoted(self._key(key, syntax)) for key in keys)
-        key = f"/{syntax.bare_key}/" if syntax.bare_key else f"/{QUOTED_KEY}/"
+        taken = "|".join(quoted(one) for key in keys for one in self._keys(key, syntax))
+        single = f"|{SINGLE_QUOTED}" if syntax.has_single_quotes else ""
+        key = f"/{syntax.bare_key}/" if syntax.bare_key else f"/{QUOTED_KEY}{single}/"
         if syntax.quote and not syntax.bare_key:
             key = f"/{quoted(syntax.quote)}(?s:.*){quoted(syntax.quote)}/"
         return self.rule(f"{key} & ~/({taken})/" if keys else key, letter="K")
@@ -194,11 +199,19 @@ class ValueRules:
             self.lines.append(f"{name}{option}: {body}{or_else}")
         return name
 
-    def _key(self, key: str, syntax: ValueSyntax) -> str:
+    def _keys(self, key: str, syntax: ValueSyntax) -> list[str]:
+        """Return the spellings of a key."""
         if syntax.bare_key and re.fullmatch(syntax.bare_key, key):
-            return key
-        quote = syntax.quote
-        return f"{quote}{key}{quote}" if quote else json.dumps(key, ensure_ascii=False)
+            return [key]
+        if syntax.quote:
+            return [f"{syntax.quote}{key}{syntax.quote}"]
+        has_single = syntax.has_single_quotes and _is_plain(key)
+        return [json.dumps(key, ensure_ascii=False), *([f"'{key}'"] if has_single else [])]
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether a text can be between single quotes without escapes."""
+    return re.fullmatch(SINGLE_QUOTED, f"'{text}'") is not None
 
 
 def _text(form: Text, quote: str = "") -> str:
