@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from quire.errors import CheckpointError, UnsupportedFeature
 from quire.memory import check
 from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
 from tests.conformance.conftest import slow_or_exhaustive
+from tests.models import encoders
 
 # Families of the default run: a decoder of attention alone, and one with states; windows are in the slow run.
 DEFAULT = ("llama3", "qwen3.5")
@@ -27,8 +29,13 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": WIDTH, 
 VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
+# Endings of names with two layers -> their classes; and those of heads over each token.
+TWO_LAYERS = {"ForRewardModel": 1, "ForProcessRewardModel": 2}
+OF_TOKENS = ("ForProcessRewardModel", "ForTokenClassification")
+
+
 class Classifier(NamedTuple):
-    """A checkpoint, and the logits of the classes of each of `PROMPTS`, [S, C]."""
+    """A checkpoint, and the logits of the classes of each of `PROMPTS`, [S, C], or of all their tokens, [T, C]."""
 
     folder: Path
     logits: torch.Tensor
@@ -47,12 +54,15 @@ def save(family: str, folder: Path, ending: str = "ForSequenceClassification", *
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         outputs = [model(torch.tensor([prompt]), output_hidden_states=True) for prompt in PROMPTS]
-    states = torch.stack([output.hidden_states[-1][0, -1] for output in outputs])
+    hidden = [output.hidden_states[-1][0] for output in outputs]
+    states = torch.cat(hidden) if ending in OF_TOKENS else torch.stack([each[-1] for each in hidden])
     generator = torch.Generator().manual_seed(3)
     shapes: dict[str, tuple[int, ...]] = {"score.weight": (NUM_LABELS, WIDTH)}
-    if ending == "ForRewardModel":
+    if ending == "ForTokenClassification":
+        shapes["score.bias"] = (NUM_LABELS,)
+    if ending in TWO_LAYERS:
         shapes = {"score.0.weight": (WIDTH, WIDTH), "score.0.bias": (WIDTH,)}
-        shapes |= {"score.2.weight": (1, WIDTH), "score.2.bias": (1,)}
+        shapes |= {"score.2.weight": (TWO_LAYERS[ending], WIDTH), "score.2.bias": (TWO_LAYERS[ending],)}
     head = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("lm_head.weight", None)
@@ -62,7 +72,7 @@ def save(family: str, folder: Path, ending: str = "ForSequenceClassification", *
     config["id2label"] = {str(idx): f"class {idx}" for idx in range(NUM_LABELS)}
     (folder / "config.json").write_text(json.dumps(config | fields))
     if "score.weight" in head:
-        return Classifier(folder, states @ head["score.weight"].T)
+        return Classifier(folder, states @ head["score.weight"].T + head.get("score.bias", torch.zeros(1)))
     inner = torch.relu(states @ head["score.0.weight"].T + head["score.0.bias"])
     return Classifier(folder, inner @ head["score.2.weight"].T + head["score.2.bias"])
 
@@ -130,6 +140,53 @@ def test_a_reward_model_gives_its_number(tmp_path: Path) -> None:
     with load(tmp_path) as llm:
         found = torch.tensor([output.outputs.probs for output in llm.classify(PROMPTS, use_tqdm=False)])
     torch.testing.assert_close(found, made.logits, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("ending", OF_TOKENS)
+@pytest.mark.parametrize("budget", [None, 5])
+def test_heads_over_each_token(tmp_path: Path, ending: str, budget: int | None) -> None:
+    """All tokens, or those that end a step; in one step and in chunks, and no prefix is reused."""
+    made = save("qwen2", tmp_path, ending, step_tag_id=PROMPTS[2][5])
+    options = {} if budget is None else {"max_num_batched_tokens": budget, "max_num_seqs": 3}
+    with load(tmp_path, **options) as llm:
+        outputs = llm.classify_tokens(PROMPTS, use_activation=False, use_tqdm=False)
+        again = llm.classify_tokens(PROMPTS, use_tqdm=False)
+        with pytest.raises(UnsupportedFeature, match="classifies tokens, not texts: use classify_tokens"):
+            llm.classify([5], use_tqdm=False)
+        with pytest.raises(UnsupportedFeature, match="classifies tokens, not texts"):
+            llm.score("a", "b", use_tqdm=False)
+        check(llm.engine.scheduler.memory)
+    is_step = ending == "ForProcessRewardModel"
+    lengths = [len(prompt) for prompt in PROMPTS]
+    each_logits = made.logits.tensor_split([*accumulate(lengths[:-1])])
+    for output, scored, prompt, logits in zip(outputs, again, PROMPTS, each_logits, strict=True):
+        positions = [idx for idx, token_id in enumerate(prompt) if not is_step or token_id == PROMPTS[2][5]]
+        assert output.outputs.positions == scored.outputs.positions == positions
+        for result, wanted in ((output, logits[positions]), (scored, logits[positions].softmax(-1))):
+            found = torch.tensor(result.outputs.probs).view(wanted.shape)
+            torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
+    assert any(output.outputs.positions for output in outputs)
+
+
+def test_a_decoder_scores_pairs(tmp_path: Path) -> None:
+    """A head of one class reads the tokens of both texts, as transformers' tokenizer joins them."""
+    encoders.save_tokenizer(tmp_path, "bert")
+    model_class: Any = transformers.LlamaForSequenceClassification
+    torch.manual_seed(4)
+    model = model_class(model_class.config_class(**FAMILIES["llama3"][1], num_labels=1)).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    documents = ["the small fox slept", "a toy", "kites . a red sea"]
+    with torch.inference_mode():
+        ids = [torch.tensor([tokenizer("a red kite", each)["input_ids"]]) for each in documents]
+        wanted = torch.cat([model(each).logits[0] for each in ids])
+    with load(tmp_path, skip_tokenizer_init=False) as llm:
+        for use_activation, scores in ((None, wanted.sigmoid()), (False, wanted)):
+            outputs = llm.score("a red kite", documents, use_activation=use_activation, use_tqdm=False)
+            found = torch.tensor([output.outputs.score for output in outputs])
+            torch.testing.assert_close(found, scores, rtol=2e-4, atol=2e-4)
+        with pytest.raises(UnsupportedFeature, match="classifies texts, not tokens: use classify"):
+            llm.classify_tokens([5], use_tqdm=False)
 
 
 def test_damaged_heads_are_refused(tmp_path: Path) -> None:

@@ -225,6 +225,19 @@ def test_classes_and_pairs(classifier: Made) -> None:
         assert (ids, types) == (theirs["input_ids"], theirs["token_type_ids"])
 
 
+@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
+def test_classes_of_tokens(family: str, tmp_path: Path) -> None:
+    model = encoders.save(tmp_path, family, "ForTokenClassification", num_labels=3)
+    prompts = [token_ids(length) for length in LENGTHS if length < 64]
+    with load(tmp_path) as llm:
+        outputs = llm.classify_tokens(prompts, use_tqdm=False)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        with torch.inference_mode():
+            wanted = model(torch.tensor([prompt])).logits[0].softmax(-1)
+        assert output.outputs.positions == [*range(len(prompt))]
+        torch.testing.assert_close(torch.tensor(output.outputs.probs), wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", CLASSIFIERS)
 def test_a_cross_encoder_scores_pairs(family: str, tmp_path: Path) -> None:
     model = encoders.save(tmp_path, family, "ForSequenceClassification", num_labels=1)

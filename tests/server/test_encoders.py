@@ -29,7 +29,7 @@ TEXTS = ["a red kite", "the small fox slept", "kites ."]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "served_model_name": "tiny"}
 # Heads of the checkpoints, and numbers of classes; the first has embeddings.
 CHECKPOINTS = {"embeds": ("Model", None), "scores": ("ForSequenceClassification", 1)}
-CHECKPOINTS |= {"classifies": ("ForSequenceClassification", 3)}
+CHECKPOINTS |= {"classifies": ("ForSequenceClassification", 3), "names": ("ForTokenClassification", 4)}
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +170,16 @@ def test_classes(http: Callable[[str], TestClient], folders: dict[str, Path]) ->
     assert [each["probs"] for each in answer["data"]] == [near(each) for each in wanted]
     assert [each["label"] for each in answer["data"]] == [f"LABEL_{each.index(max(each))}" for each in wanted]
     assert answer["usage"]["prompt_tokens"] == 16
+
+
+def test_classes_of_tokens(http: Callable[[str], TestClient], folders: dict[str, Path]) -> None:
+    with LLM(str(folders["names"]), **OPTIONS) as llm:
+        wanted = [each.outputs.probs for each in llm.classify_tokens(TEXTS, use_tqdm=False)]
+    data = http("names").post("/classify", json={"model": "tiny", "input": TEXTS}).json()["data"]
+    for each, probs in zip(data, wanted, strict=True):
+        assert each["probs"] == [near(row) for row in probs]
+        assert (each["positions"], each["num_classes"]) == ([*range(len(probs))], 4)
+        assert each["labels"] == [f"LABEL_{idx}" for idx in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,12 @@ from quire.engine.outputs.pooled_outputs import (
     EmbeddingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    TokenClassificationOutput,
+    TokenClassificationRequestOutput,
     embedding_of,
     pooled_values,
 )
-from quire.engine.scoring import CLASSES, class_scores, make_score_job
+from quire.engine.scoring import CLASSES, TOKEN_CLASSES, class_scores, make_score_job, token_scores
 from quire.errors import InvalidParameter, RequestError
 from quire.models.checkpoints.pooling_config import PoolingConfig
 from quire.sequences.lora import LoRARequest
@@ -182,7 +184,7 @@ class PooledLLM(ABC):
         Raises:
             RequestError, WorkerError: see `embed`.
         """
-        head = self.pooling.require_classes()
+        head = self.pooling.require_classes(of_tokens=False)
         limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
         class_scores(head, [0.0], use_activation=use_activation)  # refuse a wrong value before any request runs
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
@@ -194,6 +196,41 @@ class PooledLLM(ABC):
             )
             for output in self._pool(as_prompts(prompts), CLASSES, limit, options)
         ]
+
+    def classify_tokens(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_activation: bool | None = None,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+    ) -> list[TokenClassificationRequestOutput]:
+        """Return the scores of the classes of each token of prompts, with a model whose head classifies tokens.
+
+        A process reward model gives those of the tokens that end a step.
+
+        Args:
+            prompts, truncate_prompt_tokens, use_activation, use_tqdm, cache_salt, tenant: see `classify`.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            RequestError, WorkerError: see `embed`.
+        """
+        head = self.pooling.require_classes(of_tokens=True)
+        limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
+        class_scores(head, [0.0], use_activation=use_activation)  # refuse a wrong value before any request runs
+        options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
+        found = []
+        for output in self._pool(as_prompts(prompts), TOKEN_CLASSES, limit, options):
+            token_ids = output.prompt_token_ids
+            scores = token_scores(head, pooled_values(output), token_ids, use_activation=use_activation)
+            classes = TokenClassificationOutput([*scores], [*scores.values()])
+            found.append(TokenClassificationRequestOutput(output.request_id, classes, token_ids))
+        return found
 
     def _pool(
         self,

@@ -14,7 +14,7 @@ from quire.models.checkpoints.pooling_config import PoolingConfig
 from quire.models.specs.pooled_spec import ClassifierHead
 from quire.sequences.pooling import Pooling, PoolingParams, PromptedText
 
-CLASSES = Pooling(kind="classify")
+CLASSES, TOKEN_CLASSES = Pooling(kind="classify"), Pooling(kind="tokens")
 # Fields with the names of a checkpoint's prompts.
 QUERY_PROMPT, DOCUMENT_PROMPT = "query_prompt_name", "document_prompt_name"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -132,6 +132,8 @@ def make_score_job(
         raise UnsupportedFeature("instruction", "an embedding model has none; write it in front of the query")
     if config.head is not None:
         head = config.head
+        if head.pooling == "tokens":
+            raise UnsupportedFeature("score", "the model classifies tokens, not texts")
         if len(head.labels) != 1:
             raise UnsupportedFeature("score", f"the model has {len(head.labels)} classes; a score needs one")
         firsts = config.with_prompt(queries, of_query, field=QUERY_PROMPT)
@@ -172,6 +174,25 @@ def class_scores(head: ClassifierHead, logits: Sequence[float], *, use_activatio
     largest = max(logits)
     powers = [math.exp(logit - largest) for logit in logits]
     return [power / sum(powers) for power in powers]
+
+
+def token_scores(
+    head: ClassifierHead, logits: Sequence[float], token_ids: Sequence[int], *, use_activation: bool | None = None
+) -> dict[int, list[float]]:
+    """Return the scores of the classes of each token by its position, or of those that end a step.
+
+    Args:
+        head: head of the model.
+        logits: logits of the classes, one token after the other.
+        token_ids: the tokens.
+        use_activation: see `class_scores`.
+    """
+    count, wanted = len(head.labels), head.step_token
+    return {
+        idx: class_scores(head, logits[idx * count : (idx + 1) * count], use_activation=use_activation)
+        for idx, token_id in enumerate(token_ids)
+        if wanted is None or token_id == wanted
+    }
 
 
 def _check_activation(use_activation: object) -> None:

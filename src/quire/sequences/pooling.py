@@ -16,12 +16,15 @@ NO_SAMPLING: Final = SamplingParams(temperature=0.0, max_tokens=1, detokenize=Fa
 
 # The rows of a prompt whose hidden states are pooled: the last one, the first one, or all, as their mean, their sum
 # divided by the root of their number, their mean weighted by position (1, 2, ...), or their largest values; "classify"
-# for the input of a classification head, whose logits are the result.
-PoolingKind = Literal["last", "cls", "mean", "mean_sqrt_len_tokens", "weightedmean", "max", "classify"]
+# for the input of a classification head, whose logits are the result; "tokens" for the logits of such a head at each
+# token, one token after the other.
+PoolingKind = Literal["last", "cls", "mean", "mean_sqrt_len_tokens", "weightedmean", "max", "classify", "tokens"]
 # The part of a text in a search.
 Role = Literal["query", "document"]
 # Kinds that need the hidden states of all rows.
-OF_ALL_ROWS: Final[frozenset[PoolingKind]] = frozenset({"mean", "mean_sqrt_len_tokens", "weightedmean", "max"})
+OF_ALL_ROWS: Final[frozenset[PoolingKind]] = frozenset(
+    {"mean", "mean_sqrt_len_tokens", "weightedmean", "max", "tokens"}
+)
 
 
 class Pooling(NamedTuple):

@@ -88,6 +88,25 @@ class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
     __slots__ = ()
 
 
+@dataclass(slots=True)
+class TokenClassificationOutput:
+    """The class scores of the tokens of a text.
+
+    Args:
+        positions: positions in the prompt of the tokens that are classified: all, or those that end a step.
+        probs: score of each class, in the order of the model's classes, for each of them.
+    """
+
+    positions: list[int]
+    probs: list[list[float]]
+
+
+class TokenClassificationRequestOutput(PooledRequestOutput[TokenClassificationOutput]):
+    """The classes of the tokens of one prompt; no token of it comes from the prefix cache."""
+
+    __slots__ = ()
+
+
 def embedding_of(values: Sequence[float], dimensions: int | None, *, normalize: bool) -> list[float]:
     """Return the embedding of a hidden state.
 

@@ -59,4 +59,4 @@ class EncoderRunner:
             pool = RunningPool(kind, pooling.first)
             pool.add(hidden[start:end])
             states.append(pool.result())
-        return pooled_values(torch.stack(states), poolings, heads)
+        return pooled_values(states, poolings, heads)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ from quire.models.modules.pooled_heads import PooledHeads
 from quire.scheduling.plan import ItemResult, ScheduledSequence
 from quire.sequences.pooling import Pooling, PoolingKind
 
+# Functions that join the values of two chunks, by kind; those of other kinds are added.
+_JOINED: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "max": torch.maximum,
+    "tokens": lambda first, second: torch.cat((first, second)),
+}
 BAD_HIDDEN = "the model gave a result that is not of finite numbers"
 
 
@@ -44,14 +50,16 @@ class RunningPool:
             return
         value, weight = self._pooled(rows, position)
         if self._value is not None and self._kind != "last":
-            value = torch.maximum(self._value, value) if self._kind == "max" else self._value + value
+            value = _JOINED.get(self._kind, torch.add)(self._value, value)
         self._value, self._weight = value, self._weight + weight
 
     def _pooled(self, rows: Tensor, position: int) -> tuple[Tensor, int]:
-        """Return a value [E] of rows that begin at a position, and its weight."""
+        """Return a value [E], or all rows, of rows that begin at a position, and its weight."""
         match self._kind:
             case "max":
                 return rows.amax(0), 0
+            case "tokens":
+                return rows, 0
             case "mean" | "mean_sqrt_len_tokens":
                 return rows.double().sum(0), len(rows)
             case "weightedmean":
@@ -62,7 +70,7 @@ class RunningPool:
                 return rows[0 if self._kind == "cls" else -1], 0
 
     def result(self) -> Tensor:
-        """Return the pooled state, [E] of float32, of a prompt with more than `first` rows."""
+        """Return the pooled state, [E] of float32, of a prompt with more than `first` rows; all rows for "tokens"."""
         assert self._value is not None, "a row is pooled"
         value, weight = self._value, self._weight
         if self._kind == "mean_sqrt_len_tokens":
@@ -127,25 +135,27 @@ class Pooler:
             last = self._decoder.normed(hidden[others]).float()
             pools = [self.pools.pop(seq_ids[idx], None) for idx in others]
             states = [state if pool is None else pool.result() for state, pool in zip(last, pools, strict=True)]
-            found = pooled_values(torch.stack(states), [poolings[idx] for idx in others], self._decoder.heads)
+            found = pooled_values(states, [poolings[idx] for idx in others], self._decoder.heads)
             values |= zip(others, found, strict=True)
         return {seq_id: pooled_result(seq_id, values[idx]) for idx, seq_id in enumerate(seq_ids)}
 
 
-def pooled_values(states: Tensor, poolings: Sequence[Pooling], heads: PooledHeads) -> list[list[float]]:
+def pooled_values(states: Sequence[Tensor], poolings: Sequence[Pooling], heads: PooledHeads) -> list[list[float]]:
     """Return embeddings, or the logits of classes.
 
     Args:
-        states: pooled hidden states, [S, E] of float32.
-        poolings: kind of result of each.
+        states: pooled hidden state of each result, [E] of float32; [T, E] for logits of each token.
+        poolings: kind of each result.
         heads: layers over the states.
     """
-    classified = [idx for idx, each in enumerate(poolings) if each.kind == "classify"]
-    embedded = [idx for idx, each in enumerate(poolings) if each.kind != "classify"]
+    kinds = [each.kind if each.kind in ("classify", "tokens") else "embed" for each in poolings]
     values: dict[int, list[float]] = {}
-    for idxs, compute in ((classified, heads.logits), (embedded, heads.embeddings)):
+    for kind, compute in (("classify", heads.logits), ("embed", heads.embeddings)):
+        idxs = [idx for idx, each in enumerate(kinds) if each == kind]
         if idxs:
-            values |= zip(idxs, compute(states[idxs]).tolist(), strict=True)
+            values |= zip(idxs, compute(torch.stack([states[idx] for idx in idxs])).tolist(), strict=True)
+    for idx in (idx for idx, each in enumerate(kinds) if each == "tokens"):
+        values[idx] = heads.logits(states[idx]).flatten().tolist()
     return [values[idx] for idx in range(len(poolings))]
 
 

@@ -133,14 +133,20 @@ class PoolingConfig(NamedTuple):
                 return prompts[own[0]] if own else ""
         return "" if self.default_prompt is None else prompts[self.default_prompt]
 
-    def require_classes(self) -> ClassifierHead:
+    def require_classes(self, *, of_tokens: bool | None = None) -> ClassifierHead:
         """Return the head for classification.
+
+        Args:
+            of_tokens: True for one that classifies tokens, False for one that classifies texts, None for either.
 
         Raises:
             UnsupportedFeature: there is none.
         """
         if self.head is None:
             raise UnsupportedFeature("classify", "the checkpoint has no head that classifies")
+        if of_tokens is not None and of_tokens != (self.head.pooling == "tokens"):
+            what = "texts, not tokens: use classify" if of_tokens else "tokens, not texts: use classify_tokens"
+            raise UnsupportedFeature("classify_tokens" if of_tokens else "classify", f"the model classifies {what}")
         return self.head
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.models.families.encoder_layout import read_bert_layout, with_classifier
+from quire.models.families.encoder_layout import read_bert_layout, with_classifier, with_token_classifier
 from quire.models.families.hf_config import HFConfig
 from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import WeightMap
@@ -22,3 +22,8 @@ def bert_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
     """Read a `BertForSequenceClassification`."""
     spec, names = read_bert_layout(config, "bert.")
     return with_classifier(config, spec, names, "tanh", "bert.pooler.dense", "classifier")
+
+
+def bert_token_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
+    """Read a `BertForTokenClassification`."""
+    return with_token_classifier(config, *read_bert_layout(config, "bert."))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from quire.models.families.encoder_layout import read_bert_layout, with_classifier
+from quire.models.families.encoder_layout import read_bert_layout, with_classifier, with_token_classifier
 from quire.models.families.hf_config import HFConfig
 from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import WeightMap
@@ -42,3 +42,8 @@ def distilbert_of_masked_words(config: HFConfig) -> tuple[EncoderSpec, WeightMap
 def distilbert_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
     """Read a `DistilBertForSequenceClassification`."""
     return with_classifier(config, *distilbert(config, "distilbert."), "relu", "pre_classifier", "classifier")
+
+
+def distilbert_token_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
+    """Read a `DistilBertForTokenClassification`."""
+    return with_token_classifier(config, *distilbert(config, "distilbert."))

@@ -6,15 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from quire.models.families.bert import bert, bert_classifier, bert_of_masked_words
+from quire.models.families.bert import bert, bert_classifier, bert_of_masked_words, bert_token_classifier
 from quire.models.families.bidirectional import embedding_gemma, eurobert
 from quire.models.families.dense_layers import read_dense
-from quire.models.families.distilbert import distilbert, distilbert_classifier, distilbert_of_masked_words
+from quire.models.families.distilbert import (
+    distilbert,
+    distilbert_classifier,
+    distilbert_of_masked_words,
+    distilbert_token_classifier,
+)
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.modernbert import modernbert, modernbert_classifier, modernbert_of_masked_words
 from quire.models.families.mpnet import mpnet, mpnet_classifier, mpnet_of_masked_words
 from quire.models.families.nomic_bert import nomic_bert, nomic_bert_classifier, nomic_bert_of_masked_words
-from quire.models.families.roberta import roberta, roberta_classifier, roberta_of_masked_words
+from quire.models.families.roberta import roberta, roberta_classifier, roberta_of_masked_words, roberta_token_classifier
 from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import WeightMap
 
@@ -22,9 +27,11 @@ from quire.models.specs.spec import WeightMap
 ENCODERS: Final[dict[str, Callable[[HFConfig], tuple[EncoderSpec, WeightMap]]]] = {
     "BertForMaskedLM": bert_of_masked_words,
     "BertForSequenceClassification": bert_classifier,
+    "BertForTokenClassification": bert_token_classifier,
     "BertModel": bert,
     "DistilBertForMaskedLM": distilbert_of_masked_words,
     "DistilBertForSequenceClassification": distilbert_classifier,
+    "DistilBertForTokenClassification": distilbert_token_classifier,
     "DistilBertModel": distilbert,
     "EuroBertForMaskedLM": eurobert,
     "EuroBertModel": eurobert,
@@ -39,9 +46,11 @@ ENCODERS: Final[dict[str, Callable[[HFConfig], tuple[EncoderSpec, WeightMap]]]] 
     "NomicBertModel": nomic_bert,
     "RobertaForMaskedLM": roberta_of_masked_words,
     "RobertaForSequenceClassification": roberta_classifier,
+    "RobertaForTokenClassification": roberta_token_classifier,
     "RobertaModel": roberta,
     "XLMRobertaForMaskedLM": roberta_of_masked_words,
     "XLMRobertaForSequenceClassification": roberta_classifier,
+    "XLMRobertaForTokenClassification": roberta_token_classifier,
     "XLMRobertaModel": roberta,
 }
 # The same for architectures that are encoders only where `use_bidirectional_attention` is true.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.models.families.encoder_layout import read_bert_layout, with_classifier
+from quire.models.families.encoder_layout import read_bert_layout, with_classifier, with_token_classifier
 from quire.models.families.hf_config import HFConfig
 from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import WeightMap
@@ -22,6 +22,11 @@ def roberta_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
     """Read a `RobertaForSequenceClassification` or `XLMRobertaForSequenceClassification`."""
     spec, names = _read(config, "roberta.")
     return with_classifier(config, spec, names, "tanh", "classifier.dense", "classifier.out_proj")
+
+
+def roberta_token_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
+    """Read a `RobertaForTokenClassification` or `XLMRobertaForTokenClassification`."""
+    return with_token_classifier(config, *_read(config, "roberta."))
 
 
 def _read(config: HFConfig, prefix: str) -> tuple[EncoderSpec, WeightMap]:

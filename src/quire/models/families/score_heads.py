@@ -13,6 +13,8 @@ from quire.models.specs.pooled_spec import ClassifierHead, Dense
 from quire.models.specs.spec import ModelSpec, WeightMap
 
 Head = tuple[ClassifierHead, WeightMap]
+# The token `<extra_0>` of Qwen 2.5, which ends a step; no field of its checkpoints states it.
+STEP_TOKEN: Final = 151651
 
 
 def _classifier(config: HFConfig, width: int) -> Head:  # noqa: ARG001
@@ -20,6 +22,14 @@ def _classifier(config: HFConfig, width: int) -> Head:  # noqa: ARG001
     labels = read_labels(config)
     head = ClassifierHead(labels, "last", read_scores(config, len(labels)), bias=False)
     return head, {"classifier.output.weight": ("score.weight",)}
+
+
+def _token_classifier(config: HFConfig, width: int) -> Head:
+    """One layer over each token."""
+    head, names = _classifier(config, width)
+    has_bias = config.flag("token_classification_bias", True)
+    names |= {"classifier.output.bias": ("score.bias",)} if has_bias else {}
+    return replace(head, pooling="tokens", bias=has_bias), names
 
 
 def _reward(config: HFConfig, width: int) -> Head:  # noqa: ARG001
@@ -31,10 +41,19 @@ def _reward(config: HFConfig, width: int) -> Head:  # noqa: ARG001
     return head, names
 
 
+def _process_reward(config: HFConfig, width: int) -> Head:
+    """Two layers over the token at the end of each step give two classes, wrong and right: Qwen2.5-Math-PRM."""
+    head, names = _reward(config, width)
+    labels, step_token = ("LABEL_0", "LABEL_1"), config.count("step_tag_id", STEP_TOKEN)
+    return replace(head, labels=labels, pooling="tokens", scores="softmax", step_token=step_token), names
+
+
 # Ending of an architecture's name in place of "ForCausalLM" -> reader of its head for a width of hidden states.
 HEADS: Final[Mapping[str, Callable[[HFConfig, int], Head]]] = {
+    "ForProcessRewardModel": _process_reward,
     "ForRewardModel": _reward,
     "ForSequenceClassification": _classifier,
+    "ForTokenClassification": _token_classifier,
 }
 
 

@@ -32,17 +32,21 @@ class ClassifierHead:
 
     Args:
         labels: names of the classes, in the order of the logits.
-        pooling: rows that `pooled` is made of: the first one, the last one, or the mean of all.
+        pooling: rows that `pooled` is made of: the first one, the last one, or the mean of all; "tokens" for logits of
+            each row.
         scores: function from logits to scores, unless a request asks for the logits: each logit's sigmoid, the softmax
             over all, or none.
         dense: layer before the output layer; None for none.
         norm: norm after it; None for none.
         bias: whether the output layer adds a learned bias.
+        step_token: token at which a process reward model gives the reward of a step, with logits of each row; None for
+            all tokens.
     """
 
     labels: tuple[str, ...]
-    pooling: Literal["cls", "last", "mean"]
+    pooling: Literal["cls", "last", "mean", "tokens"]
     scores: Literal["sigmoid", "softmax", "none"]
     dense: Dense | None = None
     norm: LayerNorm | None = None
     bias: bool = True
+    step_token: int | None = None

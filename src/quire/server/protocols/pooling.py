@@ -47,8 +47,8 @@ _SCORED = ("documents", "instruction", "use_activation", "query_prompt_name", "d
 SCORE_FIELDS: Final = _fields(*_SCORED, "text_1", "text_2", "queries")
 RERANK_FIELDS: Final = _fields(*_SCORED, "query", "top_n", "return_documents")
 CLASSIFY_FIELDS: Final = _fields("input", "add_special_tokens", "use_activation")
-# Makes the fields of an answer from the results of its prompts.
-Build = Callable[[list[tuple[float, ...]]], dict[str, Any]]
+# Makes the fields of an answer from the results of its prompts, and the tokens of these.
+Build = Callable[[list[tuple[float, ...]], list[list[int]]], dict[str, Any]]
 
 
 class PooledReply:
@@ -72,7 +72,8 @@ class PooledReply:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the answer in one piece."""
-        return {**self._head, **self._build([pooled_values(output) for output in outputs])}
+        results = [pooled_values(output) for output in outputs], [output.prompt_token_ids for output in outputs]
+        return {**self._head, **self._build(*results)}
 
 
 async def embeddings(state: ServerState, request: Request) -> ASGIApp:
@@ -87,7 +88,7 @@ async def embeddings(state: ServerState, request: Request) -> ASGIApp:
     config.check(params)
     is_normal = config.normalize if params.normalize is None else params.normalize
 
-    def build(values: list[tuple[float, ...]]) -> dict[str, Any]:
+    def build(values: list[tuple[float, ...]], _: object) -> dict[str, Any]:
         vectors = (embedding_of(state_, params.dimensions, normalize=is_normal) for state_ in values)
         data = (
             {"object": "embedding", "index": idx, "embedding": _packed(vector) if encoding == "base64" else vector}
@@ -112,15 +113,20 @@ def _role(fields: Fields) -> Role | None:
 
 
 async def classify(state: ServerState, request: Request) -> ASGIApp:
-    """Answer `POST /classify`: the scores of the classes of each input."""
-    from quire.engine.scoring import CLASSES, class_scores  # the server starts before the engine is imported
+    """Answer `POST /classify`: the scores of the classes of each input, or of each of its tokens."""
+    from quire.engine.scoring import (  # the server starts before the engine is imported
+        CLASSES,
+        TOKEN_CLASSES,
+        class_scores,
+        token_scores,
+    )
 
     fields = await read_fields(state, request, CLASSIFY_FIELDS)
     inputs = read_prompts(fields.get("input"), max_prompts(state), "input")
     head = state.llm.pooling.require_classes()
     use_activation = fields.flag("use_activation", True)
 
-    def build(values: list[tuple[float, ...]]) -> dict[str, Any]:
+    def build(values: list[tuple[float, ...]], _: object) -> dict[str, Any]:
         scores_by_input = [class_scores(head, logits, use_activation=use_activation) for logits in values]
         data = [
             {"index": idx, "label": head.labels[scores.index(max(scores))], "probs": scores, "num_classes": len(scores)}
@@ -128,6 +134,16 @@ async def classify(state: ServerState, request: Request) -> ASGIApp:
         ]
         return {"data": data}
 
+    def build_tokens(values: list[tuple[float, ...]], prompts: list[list[int]]) -> dict[str, Any]:
+        data = []
+        for idx, (logits, token_ids) in enumerate(zip(values, prompts, strict=True)):
+            scores = token_scores(head, logits, token_ids, use_activation=use_activation)
+            classes = {"positions": [*scores], "probs": [*scores.values()]}
+            data.append({"index": idx, "labels": head.labels, **classes, "num_classes": len(head.labels)})
+        return {"data": data}
+
+    if head.pooling == "tokens":
+        return await _answer_inputs(state, request, fields, inputs, TOKEN_CLASSES, build_tokens)
     return await _answer_inputs(state, request, fields, inputs, CLASSES, build)
 
 
@@ -217,7 +233,7 @@ async def _score(
         fields,
         len(job.prompts),
         prepare,
-        lambda values: build(job.scores(values)),
+        lambda values, _: build(job.scores(values)),
         {"prompt": names[1], "prompt_token_ids": names[1]},
         lambda idx: job.text_name(idx, names),
     )
