@@ -9,10 +9,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+
 from quire.text.tool_calls import Function
 from tests.published.folders import CALLS, named
 
-TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
+# JSON's types of those that the set has, some in the spelling of Java; values of others may be anything.
+TYPES = {
+    **{kind: kind for kind in ("array", "boolean", "integer", "number", "object", "string")},
+    "arraylist": "array",
+    "tuple": "array",
+    "dict": "object",
+    "hashmap": "object",
+    "float": "number",
+    "double": "number",
+    "long": "integer",
+    "char": "string",
+}
 # Functions of a question that its answer does not call; few, since they only lengthen prompts.
 MAX_OTHERS = 3
 
@@ -21,14 +34,14 @@ class Answer(NamedTuple):
     """A possible answer.
 
     Args:
-        name: id of the question, and the number of the answer.
-        calls: name and arguments of each call.
+        calls: name and arguments of each call, which are in the order of the schema.
         functions: functions that may be called.
+        fits: True if the arguments fit the schema; some in the set do not.
     """
 
-    name: str
     calls: list[tuple[str, dict[str, Any]]]
     functions: list[Function]
+    fits: bool
 
 
 @cache
@@ -63,9 +76,9 @@ def _alternatives(one: Mapping[str, Any], definitions: list[dict[str, Any]]) -> 
         for name, arguments in truth:
             chosen = {key: _chosen(options, number) for key, options in arguments.items() if options}
             # An empty alternative means that the argument is left out.
-            given = {key: chosen[key] for key in keys[_name(name)] if chosen.get(key, "") != ""}
+            given = {key: value for key, value in chosen.items() if value != "" and key in keys[_name(name)]}
             calls.append((_name(name), given))
-        yield Answer(f"{one['id']} {number}", calls, functions)
+        yield _answer(calls, functions)
 
 
 def _chosen(options: Any, number: int) -> Any:
@@ -85,7 +98,7 @@ def _chosen(options: Any, number: int) -> Any:
 def _written_as_python(one: Mapping[str, Any], folder: Path) -> Iterator[Answer]:
     """Yield the answers to a conversation's questions, which are calls in Python's syntax."""
     known = _documented(folder)
-    for number, lines in enumerate(one["ground_truth"]):
+    for lines in one["ground_truth"]:
         calls = []
         for line in lines:
             call = ast.parse(line, mode="eval").body
@@ -96,11 +109,28 @@ def _written_as_python(one: Mapping[str, Any], folder: Path) -> Iterator[Answer]
                 each.arg: each.value for each in call.keywords if each.arg
             }
             values = {key: ast.literal_eval(value) for key, value in given.items()}
-            calls.append((call.func.id, {key: values[key] for key in keys if key in values}))
+            calls.append((call.func.id, values))
         if calls:
-            yield Answer(
-                f"{one['id']} {number}", calls, [known[name] for name in dict.fromkeys(name for name, _ in calls)]
-            )
+            yield _answer(calls, [known[name] for name in dict.fromkeys(name for name, _ in calls)])
+
+
+def _answer(calls: list[tuple[str, dict[str, Any]]], functions: list[Function]) -> Answer:
+    schemas = {one.name: one.parameters for one in functions}
+    ordered = [(name, _ordered(arguments, schemas[name])) for name, arguments in calls]
+    fits = all(Draft202012Validator(schemas[name]).is_valid(arguments) for name, arguments in ordered)
+    return Answer(ordered, functions, fits)
+
+
+def _ordered(value: Any, schema: Any) -> Any:
+    """Return a value whose keys are in the order of its schema, as grammars have them."""
+    schema = schema if isinstance(schema, dict) else {}
+    if isinstance(value, list):
+        return [_ordered(each, schema.get("items")) for each in value]
+    if not isinstance(value, dict):
+        return value
+    properties = schema.get("properties") or {}
+    keys = [*(key for key in properties if key in value), *(key for key in value if key not in properties)]
+    return {key: _ordered(value[key], properties.get(key)) for key in keys}
 
 
 @cache
@@ -126,6 +156,8 @@ def _schema(value: Any) -> Any:
         return value
     schema = {key: _schema(each) for key, each in value.items()}
     kind = schema.get("type")
-    if isinstance(kind, str) and kind in TYPES:
-        schema["type"] = TYPES[kind]
-    return {key: each for key, each in schema.items() if key != "type" or each is not None}
+    if isinstance(kind, str):
+        del schema["type"]
+        if kind.lower() in TYPES:
+            schema["type"] = TYPES[kind.lower()]
+    return schema

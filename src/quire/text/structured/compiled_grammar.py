@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import takewhile
 from types import ModuleType
 from typing import Any
 
@@ -153,16 +154,23 @@ def _without_rule(source: GrammarSource, error: str) -> GrammarSource | None:
     return source._replace(text="\n".join([*lines[:idx], looser, *lines[idx + 1 :]])) if looser else None
 
 
-def accepts_beginning(source: GrammarSource, text: str) -> bool:
-    """Return whether a grammar that names no tokens accepts a text, or the longest beginning of it that it can read.
+def accepts_beginning(source: GrammarSource, text: str, min_chars: int) -> bool:
+    """Return whether a grammar that names no tokens accepts a text, or one of its beginnings.
+
+    Args:
+        source: the grammar.
+        text: the text.
+        min_chars: length of the shortest beginning that counts.
 
     Raises:
         UnsupportedFeature: the package `llguidance` is missing.
         ValueError: the grammar does not compile.
     """
     matcher = compile_grammar(_byte_tokenizer(), source)
-    matcher.try_consume_tokens(_byte_tokenizer().tokenize_str(text))
-    return bool(matcher.is_accepting())
+    head, tail = (_byte_tokenizer().tokenize_str(part) for part in (text[:min_chars], text[min_chars:]))
+    if matcher.try_consume_tokens(head) < len(head):
+        return False
+    return bool(matcher.is_accepting()) or any(matcher.is_accepting() for _ in takewhile(matcher.consume_token, tail))
 
 
 def check_source(wanted: StructuredOutputs) -> None:

@@ -236,8 +236,8 @@ def accepts(form: ToolFormat, trial: CallTrial, answer: str | None) -> bool:
     grammar = form.grammar(CallRules(functions=functions, is_required=True, is_parallel=len(trial.calls) > 1))
     begin = answer.find(form.marker)
     text = answer[begin:] if begin >= 0 else answer.lstrip()
-    # The end of the turn follows.
-    return accepts_beginning(GrammarSource("grammar", grammar), text)
+    # The arguments of the last call and the end of the turn follow its name.
+    return accepts_beginning(GrammarSource("grammar", grammar), text, text.rfind(trial.calls[-1][0]))
 
 
 def _shown(forms: Iterable[ToolFormat], text: str) -> list[ToolFormat]:
