@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -267,13 +268,14 @@ def test_outputs_with_marks_as_tokens_are_read_as_calls_that_fit(key: str, kind:
 @pytest.mark.parametrize("key", ["lfm2-0", "olmo3-0", "pythonic-0", "seed_oss-0"])
 def test_strings_between_single_quotes_have_no_escapes(key: str, walker: ByteWalker) -> None:
     texts = {"enum": ["it's", "a\\b", "plain"]}
-    schema = {
-        "properties": {"v": {"type": "array", "items": texts}, "w": {"type": "array", "items": {"pattern": "^'$"}}}
-    }
+    quotes = {"type": "array", "items": {"pattern": "^'$"}}
+    schema = {"properties": {"v": {"type": "array", "items": texts}, "w": quotes}}
     function = Function("look", schema, is_strict=True)
     grammar = MARKUPS[key].grammar(CallRules(functions=[function], is_required=True))
-    assert walker.takes(grammar, write(MARKUPS[key].markups[0], [("look", {"v": texts["enum"], "w": ["'"]})]))
-    plain = write(MARKUPS[key].markups[0], [("look", {"v": ["plain"]})])
+    markup = MARKUPS[key].markups[0]
+    markup = replace(markup, begin="", end="") if markup.may_be_bare else markup
+    assert walker.takes(grammar, write(markup, [("look", {"v": texts["enum"], "w": ["'"]})]))
+    plain = write(markup, [("look", {"v": ["plain"]})])
     assert walker.takes(grammar, plain.replace('"plain"', "'plain'"))
     for wrong in ("'it's'", "'it\\'s'", "'a\\\\b'", "'other'"):
         assert not walker.takes(grammar, plain.replace('"plain"', wrong)), wrong
