@@ -223,6 +223,9 @@ class HostedDecoder:
         """Return the likeliest token [R] after each row of `hidden` [R, E]."""
         return self.logits(hidden).argmax(-1)
 
+    def fuse_adapted(self) -> None:
+        """Do nothing: the modules run layer by layer, with adapters and without."""
+
     def serve_head(self) -> None:
         """Raise: only ranks that share a model serve its head."""
         raise NotImplementedError("modules of transformers run in one process")

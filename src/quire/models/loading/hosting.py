@@ -8,7 +8,12 @@ import torch
 
 from quire.distributed.rank_group import RankGroup
 from quire.errors import ConfigError
+from quire.models.adapters.expert_layers import ExpertLayers
+from quire.models.adapters.names import module_key
+from quire.models.adapters.peft_folder import ModuleShape
+from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.tensor_reader import WEIGHT
 from quire.models.hosted.build import build_module
 from quire.models.hosted.choice import one_process_only
 from quire.models.hosted.decoder import HostedDecoder
@@ -16,6 +21,7 @@ from quire.models.hosted.experts import use_packed_experts
 from quire.models.hosted.linear import LayerUse
 from quire.models.hosted.rope import fix_length
 from quire.models.hosted.weights import fill
+from quire.models.modules.causal_model import CausalModel
 from quire.models.specs.hosted_spec import HostedSpec
 from quire.ops.interface.ops import Ops
 
@@ -62,3 +68,32 @@ def load_hosted(
     weights = fill(module, checkpoint, ops=ops, dtype=dtype, device=device, use=use)
     fix_length(module, spec.context_length)
     return HostedDecoder(spec, module, weights, ops=ops, dtype=dtype, device=device)
+
+
+def make_hosted_slots(decoder: CausalModel, max_rank: int) -> AdapterSlots:
+    """Make the linear layers of a decoder of transformers' modules take adapters, by their names in the modules.
+
+    Args:
+        decoder: decoder with all its weights.
+        max_rank: largest rank of an adapter.
+
+    Raises:
+        ConfigError: none of its linear layers can take adapters, which are applied by row.
+    """
+    assert isinstance(decoder, HostedDecoder), "modules of transformers compute a decoder that no family describes"
+    layers = {name: slot.adapted[0] for name, slot in decoder.weights.slots.items() if slot.adapted}
+    if not layers:
+        raise ConfigError(
+            f"enable_lora is not supported for {decoder.spec.architecture}: adapters are applied to linear layers that "
+            "take all rows of a step, and it has none",
+            field="enable_lora",
+        )
+    shapes = {name: ModuleShape(*adapted.projection.slots["weight"].shape[::-1]) for name, adapted in layers.items()}
+    return AdapterSlots(
+        decoder,
+        {name: (name,) for name in layers},
+        lambda name: shapes[name].out_width,
+        max_rank,
+        ExpertLayers(None, {}),
+        {module_key(name.removesuffix(WEIGHT)): shape for name, shape in shapes.items()},
+    )

@@ -164,9 +164,9 @@ def make_adapter_slots(
         ranks: ranks that share the decoder; None for one process.
     """
     if not isinstance(decoder, Decoder):
-        raise ConfigError(
-            "enable_lora needs a family of Quire: modules of transformers take no adapters yet", field="enable_lora"
-        )
+        from quire.models.loading.hosting import make_hosted_slots  # imports transformers
+
+        return make_hosted_slots(decoder, max_rank)
     spec, weight_map = build(without_quantization(checkpoint.config))
     modules = _adapted_modules(checkpoint, spec, weight_map, decoder, ranks)
     experts, row_count = ExpertLayers(spec, weight_map), _row_counter(checkpoint)
