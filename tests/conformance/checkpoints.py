@@ -325,6 +325,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 64,
         },
     ),
+    # A half of a layer each: Mamba 2, attention, plain MLPs, and plain experts beside a shared one.
+    "nemotron-h": (
+        "NemotronH",
+        {
+            **{name: value for name, value in _SMALL.items() if name != "num_hidden_layers"},
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"],
+            "head_dim": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 64,
+            "routed_scaling_factor": 2.5,
+            # The least step of transformers in prompts, not in decodes.
+            "time_step_min": 1e-9,
+        },
+    ),
     "bamba": (
         "Bamba",
         {
@@ -367,7 +386,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 POOL_FACTORS = {
     **dict.fromkeys(("lfm2", "lfm2-moe"), 2),
     **dict.fromkeys(("granite4", "granite4-moe", "falcon-h1", "falcon-h1-norm", "qwen3.5", "qwen3.5-moe"), 4),
-    **dict.fromkeys(("bamba", "qwen3-next"), 4),
+    **dict.fromkeys(("bamba", "nemotron-h", "qwen3-next"), 4),
 }
 
 

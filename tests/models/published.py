@@ -233,6 +233,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         decoder_sparse_step=1, norm_topk_prob=True, partial_rotary_factor=0.25, rope_theta=10000000,
         max_position_embeddings=262144,
     ),
+    "Nemotron Nano 9B v2": llama(
+        4480, 56, 40, 8, 15680, 131072, architectures=["NemotronHForCausalLM"], model_type="nemotron_h", head_dim=128,
+        hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", mamba_num_heads=128,
+        mamba_head_dim=80, n_groups=8, ssm_state_size=128, conv_kernel=4, mlp_hidden_act="relu2", use_bias=False,
+        layer_norm_epsilon=1e-5, max_position_embeddings=131072,
+    ),
+    "Nemotron 3 Nano 30B A3B": llama(
+        2688, 52, 32, 2, 1856, 131072, architectures=["NemotronHForCausalLM"], model_type="nemotron_h", head_dim=128,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", mamba_num_heads=64,
+        mamba_head_dim=64, n_groups=8, ssm_state_size=128, conv_kernel=4, mlp_hidden_act="relu2", n_routed_experts=128,
+        num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, n_group=1,
+        topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True, max_position_embeddings=262144,
+    ),
     "Bamba 9B": llama(
         4096, 32, 32, 8, 14336, 128256, architectures=["BambaForCausalLM"], model_type="bamba", mamba_n_heads=128,
         attn_layer_indices=[9, 18, 27], mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4, mamba_expand=2,

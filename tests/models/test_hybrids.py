@@ -13,12 +13,13 @@ from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.families import build
 from quire.models.specs.cache_layout import cache_specs
 from quire.models.specs.rotations import Rope
-from quire.models.specs.spec import Attention, Mamba2, ModelSpec, ShortConv
+from quire.models.specs.spec import Attention, Mamba2, ModelSpec, PlainMLP, RMSNorm, ShortConv
 from tests.models.published import CONFIGS, rope_parameter
 
 LFM2 = {"architectures": ["Lfm2ForCausalLM"]}
 GRANITE = CONFIGS["Granite 4.0 H-350M"]
 FALCON = CONFIGS["Falcon-H1 0.5B"]
+NEMOTRON = CONFIGS["Nemotron Nano 9B v2"]
 BAMBA, QWEN3_NEXT = CONFIGS["Bamba 9B"], CONFIGS["Qwen3-Next 80B A3B"]
 NORMED = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
 
@@ -113,6 +114,20 @@ def test_bamba_as_released() -> None:
     assert read(BAMBA, attn_layer_indices=..., layer_types=listed) == spec
 
 
+def test_nemotron_as_released() -> None:
+    """The kinds of layers in each of the three dialects; a layer is one half."""
+    spec, names = read(NEMOTRON), {"M": "mamba", "*": "attention", "-": "mlp"}
+    pattern = NEMOTRON["hybrid_override_pattern"]
+    assert [idx for idx, kind in enumerate(kinds(spec)) if kind is Attention] == [14, 21, 30, 39]
+    assert [layer.ffn is None for layer in spec.layers] == [mark != "-" for mark in pattern]
+    assert spec.layers[0].mixer == Mamba2(128, 80, 8, 128, 4, RMSNorm(1e-5))
+    assert spec.layers[1].ffn == PlainMLP(15680, "relu2")
+    older = read(NEMOTRON, hybrid_override_pattern=..., layers_block_type=[names[mark] for mark in pattern])
+    names |= {"M": "linear_attention", "*": "full_attention"}
+    newer = read(NEMOTRON, hybrid_override_pattern=..., layers_block_type=[names[mark] for mark in pattern])
+    assert older == newer == spec
+
+
 @pytest.mark.parametrize(("stated", "num_heads", "inner"), [(1536, 24, 1536), (None, 32, 2048), (..., 16, 1024)])
 def test_the_inner_width_of_falcon_is_that_of_transformers(stated: Any, num_heads: int, inner: int) -> None:
     changes = {"mamba_d_ssm": stated, "mamba_n_heads": num_heads}
@@ -147,6 +162,12 @@ def test_steps_without_limits(limit: object) -> None:
         ("layer_types", LFM2, {"layer_types": ["conv", "sliding_attention"] * 16}),
         ("time_step_limit", BAMBA, {"time_step_limit": [0.001, 0.1]}),
         ("rope_type", BAMBA, {"rope_parameters": {"rope_type": "proportional"}}),
+        ("mlp_hidden_act", NEMOTRON, {"mlp_hidden_act": "silu"}),
+        ("moe_latent_size", NEMOTRON, {"moe_latent_size": 1024}),
+        ("hybrid_override_pattern", NEMOTRON, {"hybrid_override_pattern": "M-M?"}),
+        ("layer_types", NEMOTRON, {"layers_block_type": ["mlp", "conv"]}),
+        ("n_group", NEMOTRON, {"hybrid_override_pattern": "ME*", "n_group": 4}),
+        ("tie_word_embeddings", NEMOTRON, {"tie_word_embeddings": True}),
         ("norm_topk_prob", QWEN3_NEXT, {"norm_topk_prob": False}),
         ("decoder_sparse_step", QWEN3_NEXT, {"decoder_sparse_step": 2}),
         ("rope_type", LFM2, {"rope_parameters": {"rope_type": "longrope"}}),

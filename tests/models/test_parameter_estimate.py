@@ -57,6 +57,8 @@ PUBLISHED = {
     "MiniMax M2": 228.7,
     "Qwen3-Next 80B A3B": 79.7,
     "Bamba 9B": 9.78,
+    "Nemotron Nano 9B v2": 8.89,
+    "Nemotron 3 Nano 30B A3B": 31.6,
     "Phi-3.5 mini": 3.82,
     "Phi-4 mini": 3.84,
     "gpt-oss 20B": 20.9,

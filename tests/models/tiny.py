@@ -22,6 +22,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -62,6 +64,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+NEMOTRON_H = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+}
 # Name -> classes and what differs from SHAPE. Groups of 1, 2 and 4 query heads; tied and not; every option of a family;
 # windows shorter than the prompts of the tests, some of them no multiple of a block.
 CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
@@ -244,6 +255,31 @@ CASES |= {
             "mamba_n_heads": 8,
             "mamba_n_groups": 2,
             "mamba_d_state": 16,
+        },
+    ),
+    # A half of a layer each; two MLPs after one another.
+    "nemotron-h": (
+        NemotronHConfig,
+        NemotronHForCausalLM,
+        NEMOTRON_H
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"],
+            "mlp_bias": True,
+            "use_bias": True,
+        },
+    ),
+    "nemotron-h-moe": (
+        NemotronHConfig,
+        NemotronHForCausalLM,
+        NEMOTRON_H
+        | {
+            "layers_block_type": ["moe", "linear_attention", "moe", "moe", "full_attention"],
+            "use_conv_bias": False,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
         },
     ),
     "granite4-attention": (

@@ -55,6 +55,6 @@ def test_norms_and_activations(dtype: torch.dtype) -> None:
             reference.layer_norm(3 * x + 1, weight, each, 1e-5),
             **close,
         )
-    activations: tuple[Elementwise, ...] = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
+    activations: tuple[Elementwise, ...] = ("gelu", "gelu_tanh", "relu", "relu2", "silu", "tanh")
     for name in activations:
         torch.testing.assert_close(torch_ops.activate(x, name), reference.activate(x, name), **close)

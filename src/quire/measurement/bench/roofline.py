@@ -231,10 +231,12 @@ def _num_queries(mixer: Mixer, width: int) -> int:
     return mixer.num_heads * mixer.head_dim * width * (2 if mixer.output_gate else 1)
 
 
-def _num_idle(ffn: FFN, width: int) -> int:
+def _num_idle(ffn: FFN | None, width: int) -> int:
     """Return the number of parameters of the experts that are not selected for a token."""
     experts = experts_of(ffn)
-    return 0 if experts is None else (experts.num_experts - experts.num_chosen) * 3 * experts.width * width
+    if experts is None:
+        return 0
+    return (experts.num_experts - experts.num_chosen) * (experts.gate_up_width + experts.width) * width
 
 
 def seen_of_cache(start: int, window: int | None, chunk: int | None = None) -> int:

@@ -134,10 +134,10 @@ def parameter_name(module: str, layer: ExpertLayer) -> str:
 
 
 def _experts(spec: ModelSpec) -> Iterator[tuple[str, Experts]]:
-    """Yield the experts of each layer with experts, after their name in the decoder."""
+    """Yield the gated experts of each layer with some, after their name in the decoder; plain ones take no adapters."""
     for idx, layer in enumerate(spec.layers):
         experts = experts_of(layer.ffn)
-        if experts is not None:
+        if experts is not None and experts.plain is None:
             yield f"layers.{idx}.ffn" if layer.ffn is experts else f"layers.{idx}.ffn.experts", experts
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 # Outer modules of the language model, in names of modules.
-_OUTER: Final = frozenset({"base_model", "model", "language_model"})
+_OUTER: Final = frozenset({"backbone", "base_model", "model", "language_model"})
 # Modules that were renamed between versions of transformers.
 _ROUTER_LAYER = re.compile(r"\.router\.layer\Z")
 

@@ -13,7 +13,17 @@ from typing import Final, NamedTuple
 
 from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.recurrent_spec import GatedDeltaNet, Mamba2, ShortConv
-from quire.models.specs.spec import FFN, Attention, Experts, GatedMLP, LayerSpec, Mixer, MLPBesideExperts, ModelSpec
+from quire.models.specs.spec import (
+    FFN,
+    Attention,
+    Experts,
+    GatedMLP,
+    LayerSpec,
+    Mixer,
+    MLPBesideExperts,
+    ModelSpec,
+    PlainMLP,
+)
 
 # Bytes of float32 and int64.
 WIDE: Final = 4
@@ -217,35 +227,36 @@ def _mixer(mixer: Mixer, width: int, sizes: StepSizes) -> tuple[int, Sequence[in
 def _ffn_peaks(layer: LayerSpec, width: int, sizes: StepSizes) -> Iterator[int]:
     # The mixer's normed rows are still alive.
     normed = 2 * width * sizes.element_bytes
-    for peak in _ffn(layer.ffn, layer, width, sizes):
+    for peak in () if layer.ffn is None else _ffn(layer.ffn, layer, width, sizes):
         yield normed + peak
 
 
 def _ffn(ffn: FFN, layer: LayerSpec, width: int, sizes: StepSizes) -> Iterator[int]:
     element = sizes.element_bytes
     match ffn:
-        case GatedMLP():
-            yield from _gated(ffn.width, width, sizes)
+        case GatedMLP() | PlainMLP():
+            yield from _mlp(ffn, width, sizes)
             yield ffn.width * element + _added(layer, ffn.width, width, layer.ffn_scale, sizes)
         case Experts():
             yield from _experts(ffn, width, sizes)
         case MLPBesideExperts():
             # The output of the MLP is alive while experts run, which have their own normed rows.
-            yield from _gated(ffn.mlp.width, width, sizes)
+            yield from _mlp(ffn.mlp, width, sizes)
             yield from (2 * width * element + peak for peak in _experts(ffn.experts, width, sizes))
 
 
-def _gated(ffn_width: int, width: int, sizes: StepSizes) -> Iterator[int]:
-    """Yield the bytes of the product of gates and ups, and of both together with the gated values."""
-    yield _product(2 * ffn_width, width, sizes)
-    yield 3 * ffn_width * sizes.element_bytes
+def _mlp(mlp: GatedMLP | PlainMLP, width: int, sizes: StepSizes) -> Iterator[int]:
+    """Yield the bytes of the first product, of gates and ups if there are gates, and of it and the activated values."""
+    num_columns = (2 if isinstance(mlp, GatedMLP) else 1) * mlp.width
+    yield _product(num_columns, width, sizes)
+    yield (num_columns + mlp.width) * sizes.element_bytes
 
 
 def _experts(experts: Experts, width: int, sizes: StepSizes) -> Iterator[int]:
     element, num_chosen = sizes.element_bytes, experts.num_chosen
     sums = width * WIDE
-    if experts.shared_width:
-        yield from (sums + peak for peak in _gated(experts.shared_width, width, sizes))
+    if experts.shared is not None:
+        yield from (sums + peak for peak in _mlp(experts.shared, width, sizes))
     # Chosen experts, their scores, and the rows in the order of experts.
     live_bytes = sums + num_chosen * (4 * INDEX + 3 * WIDE)
     inner = experts.width * element

@@ -27,6 +27,7 @@ from quire.models.families.llama4 import llama4, llama4_of_text_and_images
 from quire.models.families.minimax_m2 import minimax_m2
 from quire.models.families.mistral import ministral3, mistral, mistral3_of_text_and_images
 from quire.models.families.mixtral import mixtral
+from quire.models.families.nemotron_h import nemotron_h
 from quire.models.families.olmo2 import olmo2, olmo3
 from quire.models.families.phi3 import phi3
 from quire.models.families.qwen2 import qwen2
@@ -70,6 +71,7 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Mistral3ForConditionalGeneration": mistral3_of_text_and_images,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "NemotronHForCausalLM": nemotron_h,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
     "Phi3ForCausalLM": phi3,

@@ -29,7 +29,7 @@ from quire.models.modules.encoder import Encoder
 from quire.models.modules.stages import StageDecoder, part_of
 from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.sharding import Split, shard_spec, share_of, splits_of
-from quire.models.specs.spec import Attention, LayerSpec, ModelSpec, WeightMap, experts_of
+from quire.models.specs.spec import Attention, LayerSpec, ModelSpec, PlainMLP, WeightMap, experts_of
 from quire.models.specs.stage_spec import renamer
 from quire.ops import make_ops
 from quire.ops.cpu.native_library import MAX_HEAD_DIM
@@ -217,6 +217,8 @@ def hindrances(layer: LayerSpec) -> list[str]:
             names.append("gates on what attention gathers")
         elif part.head_dim > MAX_HEAD_DIM or part.head_dim % 2:
             names.append(f"heads of {part.head_dim} values, not an even number up to {MAX_HEAD_DIM}")
+    if isinstance(layer.ffn, PlainMLP):
+        names.append("activations without gates")
     experts = experts_of(layer.ffn)
     if experts is not None and experts.scoring == "sigmoid":
         names.append("experts scored by a sigmoid")

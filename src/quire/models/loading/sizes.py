@@ -15,6 +15,7 @@ from quire.models.specs.spec import (
     Mixer,
     MLPBesideExperts,
     ModelSpec,
+    PlainMLP,
     ShortConv,
     experts_of,
 )
@@ -71,7 +72,7 @@ def _sizes(spec: ModelSpec, longest: int) -> Iterator[tuple[str, int, int]]:
             for name, size in _mixer_sizes(mixer):
                 yield name, size, longest
         experts, mlp = experts_of(layer.ffn), layer.ffn.mlp if isinstance(layer.ffn, MLPBesideExperts) else layer.ffn
-        if isinstance(mlp, GatedMLP):
+        if isinstance(mlp, GatedMLP | PlainMLP):
             yield "intermediate_size", mlp.width, longest
         if experts is not None:
             yield "num_experts", experts.num_experts, longest

@@ -277,6 +277,27 @@ class GatedMLPBlock:
         return self._down(product, residual)
 
 
+class PlainMLPBlock:
+    """A two-layer perceptron without gates."""
+
+    packed = None
+
+    def __init__(self, mlp: spec.PlainMLP, width: int, addition: ResidualAdd, ops: Ops) -> None:
+        self._up = Projection(width, mlp.width, mlp.bias, ops)
+        self._down = ResidualProjection(mlp.width, width, mlp.bias, addition, ops, max_group=DOWN_GROUP)
+        self._activate = partial(ops.activate, activation=mlp.activation)
+        self.slots = nested(up=self._up.slots, down=self._down.slots)
+
+    @property
+    def is_adapted(self) -> bool:
+        """True if an adapter of the current step applies to one of the two layers."""
+        return self._up.is_adapted or self._down.is_adapted
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Return the perceptron's output for `x` [T, E], added to `residual` [T, E] if there is one."""
+        return self._down(self._activate(self._up.run(x)), residual)
+
+
 def turning_order(rope: Rope | None, head_dim: int) -> Tensor | None:
     """Return the order of a head's values if the rotated pairs are not its two halves; None for their stored order.
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.models.modules.blocks import GatedMLPBlock
+from quire.models.modules.blocks import GatedMLPBlock, PlainMLPBlock
 from quire.models.modules.norms import Norm
 from quire.models.modules.projections import Projection, ResidualAdd
 from quire.models.modules.weight_slots import WeightSlot, WeightSlots, nested
@@ -39,7 +39,9 @@ class ExpertsBlock:
     ) -> None:
         self._experts, self._addition = experts, addition
         self._router = Projection(width, experts.num_experts, experts.bias, ops, min_bits=8)
-        self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops, gate=experts.activation)
+        gate = experts.activation if experts.plain is None else None
+        self._gate_up = ExpertProjections(experts, width, experts.gate_up_width, ops, gate=gate)
+        self._activate = None if experts.plain is None else partial(ops.activate, activation=experts.plain)
         self._down = ExpertProjections(experts, experts.width, width, ops, max_group=DOWN_GROUP)
         self._first, self._end = experts.bounds
         self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)
@@ -54,11 +56,10 @@ class ExpertsBlock:
                 self.slots[f"{name}.weight"] = WeightSlot((experts.num_experts,), fill, dtype=torch.float32)
         self.fused: FusedExperts | None = None
         self.fused_adapted: FusedExperts | None = None
-        self._shared: GatedMLPBlock | None = None
+        self._shared: GatedMLPBlock | PlainMLPBlock | None = None
         self._shared_gate: Projection | None = None
-        if experts.shared_width:
-            shared = spec.GatedMLP(experts.shared_width, activation=experts.activation)
-            self._shared = GatedMLPBlock(shared, width, ResidualAdd(), ops)
+        if experts.shared is not None:
+            self._shared = make_mlp(experts.shared, width, ResidualAdd(), ops)
             self.slots |= nested(shared=self._shared.slots)
             if experts.shared_gate:
                 self._shared_gate = Projection(width, 1, False, ops, min_bits=8)
@@ -69,11 +70,13 @@ class ExpertsBlock:
 
     def fuse(self, ops: FusesExperts) -> None:
         """Ask `ops` for fused experts, once all weights are loaded."""
-        self.fused = ops.fuse_experts(self._routed)
+        routed = self._routed
+        self.fused = None if routed is None else ops.fuse_experts(routed)
 
     def fuse_adapted(self, ops: FusesExperts) -> None:
         """Ask `ops` for fused experts with adapters, once the layers take adapters."""
-        self.fused_adapted = ops.fuse_experts(self._routed)
+        routed = self._routed
+        self.fused_adapted = None if routed is None else ops.fuse_experts(routed)
 
     @property
     def packed(self) -> RoutedExperts | None:
@@ -81,7 +84,10 @@ class ExpertsBlock:
         return self._routed if self._addition.is_plain and self._router_norm is None else None
 
     @property
-    def _routed(self) -> RoutedExperts:
+    def _routed(self) -> RoutedExperts | None:
+        """Weights for the calls that fuse experts, which are gated; None for plain ones."""
+        if self._activate is not None:
+            return None
         experts, shared = self._experts, None if self._shared is None else self._shared.packed
         gate_up, down = self._gate_up.adapters, self._down.adapters
         assert self._shared is None or shared is not None, "a shared expert is added as it is"
@@ -143,9 +149,11 @@ class ExpertsBlock:
         gate_up, down = self._gate_up, self._down
         if pairs.adapted is None:
             for idx, span in pairs.spans:
-                yield span, down.runs[idx](gate_up.runs[idx](seen[span]))
+                inner = gate_up.runs[idx](seen[span])
+                yield span, down.runs[idx](inner if self._activate is None else self._activate(inner))
             return
         added = gate_up.added(seen, pairs.adapted)
+        assert self._activate is None, "plain experts take no adapters"
         inner = torch.cat([gate_up.run(idx, seen, span, added) for idx, span in pairs.spans])
         added = down.added(inner, pairs.adapted)
         for idx, span in pairs.spans:
@@ -205,13 +213,22 @@ class MLPBesideExpertsBlock:
         return self._addition(dense.add_(sparse), residual)
 
 
+def make_mlp(
+    mlp: spec.GatedMLP | spec.PlainMLP, width: int, addition: ResidualAdd, ops: Ops
+) -> GatedMLPBlock | PlainMLPBlock:
+    """Make the block of an MLP; for the arguments, see `ExpertsBlock`."""
+    if isinstance(mlp, spec.PlainMLP):
+        return PlainMLPBlock(mlp, width, addition, ops)
+    return GatedMLPBlock(mlp, width, addition, ops)
+
+
 def make_ffn(
     ffn: spec.FFN, width: int, addition: ResidualAdd, ops: Ops, new_norm: Callable[[spec.RMSNorm], Norm]
-) -> GatedMLPBlock | ExpertsBlock | MLPBesideExpertsBlock:
+) -> GatedMLPBlock | PlainMLPBlock | ExpertsBlock | MLPBesideExpertsBlock:
     """Make the block of an FFN; for the arguments, see `ExpertsBlock`."""
     match ffn:
-        case spec.GatedMLP():
-            return GatedMLPBlock(ffn, width, addition, ops)
+        case spec.GatedMLP() | spec.PlainMLP():
+            return make_mlp(ffn, width, addition, ops)
         case spec.Experts():
             return ExpertsBlock(ffn, width, addition, ops, new_norm)
         case spec.MLPBesideExperts():

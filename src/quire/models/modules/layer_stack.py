@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.distributed.rank_group import RankGroup
-from quire.models.modules.blocks import GatedMLPBlock, OutputRows, SelectedRows
+from quire.models.modules.blocks import OutputRows, SelectedRows
+from quire.models.modules.experts import ExpertsBlock, MLPBesideExpertsBlock
 from quire.models.modules.layers import Layer, input_kind, make_input, make_layer, packed_layers
 from quire.models.modules.norms import Norm
 from quire.models.modules.rope import RotaryEmbedding, query_scales
@@ -69,13 +70,13 @@ class LayerStack:
     def fuse_experts(self, ops: FusesExperts) -> None:
         """Ask the backend for fused experts in each layer."""
         for layer in self._layers:
-            if not isinstance(layer.ffn, GatedMLPBlock):
+            if isinstance(layer.ffn, ExpertsBlock | MLPBesideExpertsBlock):
                 layer.ffn.fuse(ops)
 
     def fuse_adapted_experts(self, ops: FusesExperts) -> None:
         """Ask the backend for fused experts with adapters, once all layers take adapters."""
         for layer in self._layers:
-            if not isinstance(layer.ffn, GatedMLPBlock):
+            if isinstance(layer.ffn, ExpertsBlock | MLPBesideExpertsBlock):
                 layer.ffn.fuse_adapted(ops)
 
     def __call__(
@@ -104,7 +105,8 @@ class LayerStack:
                 if not len(x):
                     return x
                 inputs = tail
-            x = ffn(x if ffn_norm is None else ffn_norm(x), x)
+            if ffn is not None:
+                x = ffn(x if ffn_norm is None else ffn_norm(x), x)
             if gate is not None and per_layer is not None:
                 x = gate(x, per_layer[:, idx])
             if scale is not None:

@@ -14,6 +14,7 @@ from quire.models.modules.blocks import (
     AttentionInputs,
     GatedMLPBlock,
     LearnedScale,
+    PlainMLPBlock,
     SelectedRows,
     SharedAttentionBlock,
 )
@@ -59,7 +60,7 @@ class Layer(NamedTuple):
         mixer_norm: norm before the mixer, or None.
         mixers: parts of the mixer, each with the index of its kind of inputs.
         ffn_norm: norm before the feed-forward part, or None.
-        ffn: feed-forward part.
+        ffn: feed-forward part, or None.
         gate: addition of the layer's own inputs, if it has any.
         scale: factor of the layer's result, if it has one.
     """
@@ -67,7 +68,7 @@ class Layer(NamedTuple):
     mixer_norm: Norm | None
     mixers: list[tuple[MixerBlock, int]]
     ffn_norm: Norm | None
-    ffn: GatedMLPBlock | ExpertsBlock | MLPBesideExpertsBlock
+    ffn: GatedMLPBlock | PlainMLPBlock | ExpertsBlock | MLPBesideExpertsBlock | None
     gate: PerLayerGate | None
     scale: LearnedScale | None
 
@@ -93,18 +94,18 @@ def make_layer(
         mixer_additions = [ResidualAdd(scale=additions[0].scale * scale, ranks=ranks) for scale in layer.mixer.scales]
         names = [f"mixer.{part_idx}" for part_idx in range(len(layer.parts))]
     else:
-        mixer_additions, names = additions[:1], ["mixer"]
+        num_mixers = len(layer.parts)
+        mixer_additions, names = additions[:num_mixers], ["mixer"][:num_mixers]
     mixers = [
         _make_mixer(part, spec.width, layer_idx, addition, ops, dtype, device)
         for part, (_, layer_idx), addition in zip(layer.parts, cache_positions, mixer_additions, strict=True)
     ]
     input_idxs = [inputs.index(input_kind(*part)) for part in zip(layer.parts, cache_positions, strict=True)]
-    mixer_norm, ffn_norm = (None if layer.norm is None else new_norm(layer.norm) for _ in range(2))
-    ffn = make_ffn(layer.ffn, spec.width, additions[1], ops, new_norm)
-    mixer_slots = {name: mixer.slots for name, mixer in zip(names, mixers, strict=True)}
-    slots = nested(**mixer_slots, ffn=ffn.slots)
-    if mixer_norm is not None and ffn_norm is not None:
-        slots |= nested(mixer_norm=mixer_norm.slots, ffn_norm=ffn_norm.slots)
+    halves = layer.mixer, layer.ffn
+    mixer_norm, ffn_norm = (None if layer.norm is None or half is None else new_norm(layer.norm) for half in halves)
+    ffn = None if layer.ffn is None else make_ffn(layer.ffn, spec.width, additions[1], ops, new_norm)
+    named = {**dict(zip(names, mixers, strict=True)), "ffn": ffn, "mixer_norm": mixer_norm, "ffn_norm": ffn_norm}
+    slots = nested(**{name: part.slots for name, part in named.items() if part is not None})
     gate = scale = None
     if spec.per_layer_inputs is not None:
         gate = PerLayerGate(spec.per_layer_inputs, spec.width, new_norm(spec.per_layer_inputs.norm), ops)
@@ -145,8 +146,11 @@ def packed_layers(
 ) -> list[PackedLayer] | None:
     """Return the layers' weights for the fused kernels; None if a layer has parts that they lack."""
     packed = []
-    for layer, ((group_idx, layer_idx), *_) in zip(layers, spec.cache_positions, strict=True):
-        mixer_norm, ((block, input_idx), *others), ffn_norm, ffn_block, gate, scale = layer
+    for layer, positions in zip(layers, spec.cache_positions, strict=True):
+        mixer_norm, mixers, ffn_norm, ffn_block, gate, scale = layer
+        if not mixers or ffn_block is None:
+            return None
+        ((group_idx, layer_idx), *_), ((block, input_idx), *others) = positions, mixers
         _, rope_key, temperature = inputs[input_idx]
         mixer, ffn = block.packed, ffn_block.packed
         if (

@@ -29,6 +29,7 @@ from quire.models.specs.spec import (
     Mixer,
     MLPBesideExperts,
     ModelSpec,
+    PlainMLP,
     ShortConv,
 )
 
@@ -162,7 +163,8 @@ def _projections(spec: ModelSpec) -> Iterator[Matrix]:
 def _layer(layer: LayerSpec, width: int) -> Iterator[Matrix]:
     for part in layer.parts:
         yield from _mixer(part, width)
-    yield from _ffn(layer.ffn, width)
+    if layer.ffn is not None:
+        yield from _ffn(layer.ffn, width)
 
 
 def _mixer(mixer: Mixer, width: int) -> Iterator[Matrix]:
@@ -189,12 +191,14 @@ def _mixer(mixer: Mixer, width: int) -> Iterator[Matrix]:
 def _ffn(ffn: FFN, width: int) -> Iterator[Matrix]:
     match ffn:
         case GatedMLP():
-            yield from _gated(ffn.width, width)
+            yield from _mlp(2 * ffn.width, ffn.width, width)
+        case PlainMLP():
+            yield from _mlp(ffn.width, ffn.width, width)
         case Experts():
             yield Matrix(ffn.num_experts, width, min_bits=8)
-            yield from _gated(ffn.width, width, ffn.num_local, is_expert=True)
-            if ffn.shared_width:
-                yield from _gated(ffn.shared_width, width)
+            yield from _mlp(ffn.gate_up_width, ffn.width, width, ffn.num_local, is_expert=True)
+            if ffn.shared is not None:
+                yield from _ffn(ffn.shared, width)
                 if ffn.shared_gate:
                     yield Matrix(1, width, min_bits=8)
         case MLPBesideExperts():
@@ -202,7 +206,7 @@ def _ffn(ffn: FFN, width: int) -> Iterator[Matrix]:
             yield from _ffn(ffn.experts, width)
 
 
-def _gated(ffn_width: int, width: int, count: int = 1, *, is_expert: bool = False) -> Iterator[Matrix]:
-    """Yield the gate and up projections and the down projections of `count` gated MLPs."""
-    yield Matrix(count * 2 * ffn_width, width, is_expert=is_expert)
+def _mlp(num_rows: int, ffn_width: int, width: int, count: int = 1, *, is_expert: bool = False) -> Iterator[Matrix]:
+    """Yield the first projections, of `num_rows` each, and the last projections of `count` MLPs."""
+    yield Matrix(count * num_rows, width, is_expert=is_expert)
     yield Matrix(count * width, ffn_width, is_expert=is_expert, is_down=True)

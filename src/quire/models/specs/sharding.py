@@ -28,6 +28,7 @@ from quire.models.specs.spec import (
     MLPBesideExperts,
     ModelSpec,
     Parallel,
+    PlainMLP,
     ShortConv,
 )
 from quire.models.tensors.layer_weight import LayerWeight
@@ -165,7 +166,8 @@ def _shard_layer(layer: LayerSpec, share: Share, idx: int) -> LayerSpec:
     if isinstance(mixer, Parallel):
         parts = tuple(_shard_mixer(part, share.size, idx) for part in mixer.parts)
         return replace(layer, mixer=replace(mixer, parts=parts), ffn=_shard_ffn(layer.ffn, share, idx))
-    return replace(layer, mixer=_shard_mixer(mixer, share.size, idx), ffn=_shard_ffn(layer.ffn, share, idx))
+    part = None if mixer is None else _shard_mixer(mixer, share.size, idx)
+    return replace(layer, mixer=part, ffn=_shard_ffn(layer.ffn, share, idx))
 
 
 def _shard_mixer(mixer: Mixer, size: int, idx: int) -> Mixer:
@@ -191,10 +193,12 @@ def _shard_mixer(mixer: Mixer, size: int, idx: int) -> Mixer:
             )
 
 
-def _shard_ffn(ffn: FFN, share: Share, idx: int) -> FFN:
+def _shard_ffn(ffn: FFN | None, share: Share, idx: int) -> FFN | None:
     size = share.size
     match ffn:
-        case GatedMLP():
+        case None:
+            return None
+        case GatedMLP() | PlainMLP():
             return replace(ffn, width=_divided(ffn.width, size, "columns", idx))
         case Experts():
             shared_width = _divided(ffn.shared_width, size, "columns of the shared expert", idx)
@@ -236,9 +240,10 @@ def splits_of(spec: ModelSpec, share: Share) -> dict[str, Split]:
         if isinstance(layer.mixer, Parallel):
             mixers = {f"mixer.{part_idx}": part for part_idx, part in enumerate(layer.mixer.parts)}
         else:
-            mixers = {"mixer": layer.mixer}
+            mixers = {} if layer.mixer is None else {"mixer": layer.mixer}
         parts = [(name, cut.mixer(mixer)) for name, mixer in mixers.items()]
-        for name, of_part in (*parts, ("ffn", cut.ffn(layer.ffn))):
+        ffns = [] if layer.ffn is None else [("ffn", cut.ffn(layer.ffn))]
+        for name, of_part in (*parts, *ffns):
             splits |= {f"layers.{idx}.{name}.{weight}": split for weight, split in of_part.items()}
     return splits
 
@@ -277,12 +282,12 @@ class _Cut:
 
     def ffn(self, ffn: FFN) -> Mapping[str, Split]:
         match ffn:
-            case GatedMLP():
-                return self._mlp(ffn.width)
+            case GatedMLP() | PlainMLP():
+                return self._mlp(ffn)
             case Experts():
                 return self._experts(ffn)
             case MLPBesideExperts():
-                parts = {"mlp": self._mlp(ffn.mlp.width), "experts": self._experts(ffn.experts)}
+                parts = {"mlp": self._mlp(ffn.mlp), "experts": self._experts(ffn.experts)}
                 return {f"{part}.{name}": split for part, splits in parts.items() for name, split in splits.items()}
 
     def _attention(self, attention: Attention) -> Iterator[tuple[str, Split]]:
@@ -312,18 +317,20 @@ class _Cut:
             **self._by_columns("output", inner),
         }
 
-    def _mlp(self, width: int) -> Mapping[str, Split]:
-        return {**self._by_rows("gate_up", [width, width]), **self._by_columns("down", width)}
+    def _mlp(self, mlp: GatedMLP | PlainMLP) -> Mapping[str, Split]:
+        first = {"up": [mlp.width]} if isinstance(mlp, PlainMLP) else {"gate_up": [mlp.width] * 2}
+        ((name, sections),) = first.items()
+        return {**self._by_rows(name, sections), **self._by_columns("down", mlp.width)}
 
     def _experts(self, experts: Experts) -> Mapping[str, Split]:
         splits = self._whole_experts(experts) if self._share.by_expert else self._columns_of_experts(experts)
-        if experts.shared_width:
-            splits |= {f"shared.{name}": split for name, split in self._mlp(experts.shared_width).items()}
+        if experts.shared is not None:
+            splits |= {f"shared.{name}": split for name, split in self._mlp(experts.shared).items()}
         return splits
 
     def _whole_experts(self, experts: Experts) -> dict[str, Split]:
         """Give whole experts to each rank."""
-        outputs = {"gate_up": 2 * experts.width, "down": self._width}
+        outputs = {"gate_up": experts.gate_up_width, "down": self._width}
         splits = {
             f"{name}.{kind}": self._rows([experts.num_experts * width])
             for name, width in outputs.items()
@@ -336,7 +343,8 @@ class _Cut:
     def _columns_of_experts(self, experts: Experts) -> dict[str, Split]:
         """Split the gated columns of each expert."""
         # Gate and up of a column alternate, or all gates come before all ups.
-        sections = [2 * experts.width] if experts.interleaved else [experts.width] * 2
+        num_rows = experts.gate_up_width
+        sections = [num_rows] if experts.interleaved else [experts.width] * (num_rows // experts.width)
         rows = self._rows(sections * experts.num_experts)
         columns = self._share.part(experts.width)
         return {

@@ -14,7 +14,7 @@ from quire.models.specs.recurrent_spec import StateCacheShape as StateCacheShape
 from quire.models.specs.rotations import LongRopeScaling, Rope, Temperature
 
 if TYPE_CHECKING:  # planning reads configurations without torch
-    from quire.ops.interface.ops import Activation
+    from quire.ops.interface.ops import Activation, Elementwise
 
 
 class TokenCacheShape(NamedTuple):
@@ -118,6 +118,21 @@ class GatedMLP:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainMLP:
+    """`down(activation(up(x)))`.
+
+    Args:
+        width: columns of up.
+        activation: activation of all columns.
+        bias: whether both projections add a learned bias.
+    """
+
+    width: int
+    activation: Elementwise
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Gated MLPs: each token is sent to the few experts with the highest logits of a linear router.
 
@@ -143,6 +158,8 @@ class Experts:
         parameters: layout of an expert in transformers' parameter of all experts, which may differ from the
             checkpoint: "rows" [out, in], "columns" [in, out], or "alternating" [in, out] with gate and up in turn.
         local: first expert that this rank computes, and the one after the last; None for all.
+        plain: activation of experts that are plain MLPs, the shared one too: their gates and ups are ups alone. None
+            for gated ones.
 
     Source: sparsely gated experts, arXiv 1701.06538.
     """
@@ -167,6 +184,21 @@ class Experts:
     interleaved: bool = False
     parameters: Literal["rows", "columns", "alternating"] = "rows"
     local: tuple[int, int] | None = None
+    plain: Elementwise | None = None
+
+    @property
+    def gate_up_width(self) -> int:
+        """Rows of an expert's first projection."""
+        return self.width if self.plain is not None else 2 * self.width
+
+    @property
+    def shared(self) -> GatedMLP | PlainMLP | None:
+        """The shared expert, or None."""
+        if not self.shared_width:
+            return None
+        if self.plain is not None:
+            return PlainMLP(self.shared_width, self.plain)
+        return GatedMLP(self.shared_width, activation=self.activation)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -197,10 +229,10 @@ class MLPBesideExperts:
     norm: RMSNorm
 
 
-FFN = GatedMLP | Experts | MLPBesideExperts
+FFN = GatedMLP | PlainMLP | Experts | MLPBesideExperts
 
 
-def experts_of(ffn: FFN) -> Experts | None:
+def experts_of(ffn: FFN | None) -> Experts | None:
     """Return the experts of an FFN, or None."""
     return ffn.experts if isinstance(ffn, MLPBesideExperts) else ffn if isinstance(ffn, Experts) else None
 
@@ -211,15 +243,15 @@ class LayerSpec:
 
     Args:
         norm: norm before the mixer, and before the FFN; None for none.
-        mixer, ffn: the two halves.
+        mixer, ffn: the two halves; None for a layer of the other half alone.
         post_norm: norm of the mixer's output, and of the FFN's; None for none, as with mixers in parallel.
         mixer_scale, ffn_scale: factors of these outputs before they are added.
         learned_scale: whether `x` is multiplied by a learned number at the end.
     """
 
     norm: RMSNorm | None
-    mixer: Mixer | Parallel
-    ffn: FFN
+    mixer: Mixer | Parallel | None
+    ffn: FFN | None
     post_norm: RMSNorm | None = None
     mixer_scale: float = 1.0
     ffn_scale: float = 1.0
@@ -228,7 +260,9 @@ class LayerSpec:
     @property
     def parts(self) -> tuple[Mixer, ...]:
         """The mixers; each has its own cache or reads another layer's."""
-        return self.mixer.parts if isinstance(self.mixer, Parallel) else (self.mixer,)
+        if isinstance(self.mixer, Parallel):
+            return self.mixer.parts
+        return () if self.mixer is None else (self.mixer,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ def _moved(layers: tuple[LayerSpec, ...], first: int) -> tuple[LayerSpec, ...]:
     return tuple(
         replace(layer, mixer=replace(layer.mixer, parts=tuple(map(moved, layer.mixer.parts))))
         if isinstance(layer.mixer, Parallel)
-        else replace(layer, mixer=moved(layer.mixer))
+        else replace(layer, mixer=None if layer.mixer is None else moved(layer.mixer))
         for layer in layers
     )
 

@@ -19,8 +19,9 @@ from quire.ops.interface.recurrent_weights import GatedDeltaNetWeights, Mamba2We
 # Activations of a gate: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function; for gpt-oss,
 # x * sigmoid(ALPHA * x) with x limited to LIMIT, times `up` clamped to +-LIMIT and increased by 1.
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
-# Elementwise activations, in models without gates or in addition to them; "gelu" uses the error function.
-Elementwise = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
+# Elementwise activations, in models without gates or in addition to them; "gelu" uses the error function, and "relu2"
+# squares.
+Elementwise = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "tanh"]
 SWIGLUOAI_ALPHA: Final = 1.702
 SWIGLUOAI_LIMIT: Final = 7.0
 # Vectors without a larger magnitude are stored as zeros in int8, so that neither a scale nor a quotient is subnormal.

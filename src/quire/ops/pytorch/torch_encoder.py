@@ -20,6 +20,7 @@ ACTIVATIONS: Mapping[Elementwise, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square_(),
     "silu": functional.silu,
     "tanh": torch.tanh,
 }

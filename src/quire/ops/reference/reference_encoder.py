@@ -26,6 +26,8 @@ def activate(x: Tensor, activation: Elementwise) -> Tensor:
         y = 0.5 * y * (1.0 + torch.erf(y / math.sqrt(2.0)))
     elif activation == "gelu_tanh":
         y = 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * y**3)))
+    elif activation == "relu2":
+        y = y.clamp(min=0.0) ** 2
     elif activation == "silu":
         y = y * torch.sigmoid(y)
     else:
