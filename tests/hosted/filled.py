@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.hosted.build import build_module
 from quire.models.hosted.experts import HostedExperts, use_packed_experts
 from quire.models.hosted.linear import UNWATCHED, HostedEmbedding, HostedLinear, LayerUse, is_transposed
 from quire.models.hosted.weights import fill
@@ -44,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "v_head_dim": 8, "first_k_dense_replace": 1}
     | {"num_key_value_heads": 4},
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "gptj": GPT_SIZES | {"rotary_dim": 4},
     "sarvam_moe": SIZES | EXPERTS | {"num_experts": 4, "n_group": 2, "topk_group": 1, "head_dim": 8},
 }
 
@@ -94,25 +96,12 @@ def load(kind: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return type(kind).from_pretrained(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
 
 
-def without_weights(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a module whose parameters are on the meta device."""
-    module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    use_packed_experts(module)
-    moved: dict[int, nn.Parameter] = {}
-    for layer in module.modules():
-        for name, parameter in layer._parameters.items():
-            if parameter is not None:
-                on_meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-                layer._parameters[name] = moved.setdefault(id(parameter), on_meta)
-    return module.eval()
-
-
-def filled(
-    config: Any, folder: Path, ops: Any = None, dtype: torch.dtype = torch.float32, use: LayerUse = UNWATCHED
-) -> Any:
+def filled(folder: Path, ops: Any = None, dtype: torch.dtype = torch.float32, use: LayerUse = UNWATCHED) -> Any:
     """Return a module that Quire fills; by default, its linear layers keep their weights."""
-    module = without_weights(config, dtype)
     checkpoint = Checkpoint.open(str(folder))
+    module: Any = build_module(checkpoint.config, dtype=dtype)
+    use_packed_experts(module)
+    module.config._attn_implementation = "eager"
     kernels: Any = ops or KeepingOps()
     table = fill(module, checkpoint, ops=kernels, dtype=dtype, device=CPU, use=use)
     assert not table.missing

@@ -22,7 +22,7 @@ MEASURED = SamplingParams(max_tokens=1, prompt_logprobs=0)
 # Layers of PEFT's adapters: [in, out] weights, latent attention beside experts, plain ones.
 TARGETS = {
     "gpt2": ["c_attn", "c_fc", "mlp.c_proj"],
-    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj", "shared_experts.down_proj"],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"],
     "cohere": ["q_proj", "k_proj", "up_proj", "down_proj"],
 }
 OPTIONS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from quire.models.hosted.experts import HostedExperts
 from quire.models.hosted.linear import HostedLinear, LayerUse, watch_layers
 from quire.ops import make_ops
-from tests.hosted.filled import CASES, CPU, filled, load, new_config, save
+from tests.hosted.filled import CASES, CPU, filled, load, save
 
 IDS = torch.tensor([[3, 5, 7, 90, 11, 6, 8, 41, 2]])
 
@@ -29,7 +29,7 @@ def logits(module: Any) -> torch.Tensor:
 @pytest.mark.parametrize("model_type", CASES)
 def test_logits_are_those_of_transformers(model_type: str, kernels: str, tmp_path: Path) -> None:
     wanted = logits(load(save(model_type, tmp_path), tmp_path))
-    ours = filled(new_config(model_type), tmp_path, make_ops(CPU, kernels))
+    ours = filled(tmp_path, make_ops(CPU, kernels))
     torch.testing.assert_close(logits(ours), wanted, rtol=1e-4, atol=1e-4 * wanted.std().item())
 
 
@@ -47,7 +47,7 @@ def test_weights_are_quantised_like_those_of_families(quantization: Any, tmp_pat
             given.append((tuple(weight.shape), options))
             return self.ops.pack_linear(weight, bias, **options)
 
-    ours = filled(new_config("olmo2"), tmp_path, Recording(), torch.bfloat16)
+    ours = filled(tmp_path, Recording(), torch.bfloat16)
     assert dict(given)[(97, 32)] == {"min_bits": 6}
     assert dict(given)[(48, 32)] == {"min_bits": 8}
     assert ours.lm_head(torch.ones(1, 2, 32, dtype=torch.bfloat16)).dtype == torch.float32
@@ -87,7 +87,7 @@ def test_the_use_of_layers_is_recorded(device: str) -> None:
 def test_layers_whose_weights_are_read_stay(tmp_path: Path) -> None:
     save("olmo2", tmp_path)
     kept = frozenset({"model.layers.1.mlp.up_proj", "lm_head"})
-    ours = filled(new_config("olmo2"), tmp_path, use=LayerUse(kept, frozenset()))
+    ours = filled(tmp_path, use=LayerUse(kept, frozenset()))
     stayed = {name for name, layer in ours.named_modules() if type(layer) is nn.Linear}
     assert stayed == kept
     assert ours.lm_head.weight.device == CPU
@@ -96,7 +96,7 @@ def test_layers_whose_weights_are_read_stay(tmp_path: Path) -> None:
 def test_rows_of_another_dtype_are_refused(tmp_path: Path) -> None:
     """Packed kernels would take their bits for values."""
     save("olmo2", tmp_path)
-    layer = filled(new_config("olmo2"), tmp_path).model.layers[0].mlp.up_proj
+    layer = filled(tmp_path).model.layers[0].mlp.up_proj
     assert isinstance(layer, HostedLinear)
     with pytest.raises(TypeError, match=r"float32 got rows of torch\.bfloat16"):
         layer(torch.ones(1, 32, dtype=torch.bfloat16))
@@ -105,7 +105,7 @@ def test_rows_of_another_dtype_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["minimax_m2", "gpt_oss"])
 def test_experts_are_packed_and_give_what_the_loop_over_them_gives(model_type: str, tmp_path: Path) -> None:
     theirs = load(save(model_type, tmp_path), tmp_path)
-    ours = filled(new_config(model_type), tmp_path, make_ops(CPU))
+    ours = filled(tmp_path, make_ops(CPU))
     mine, loop = ours.model.layers[0].mlp.experts, theirs.model.layers[0].mlp.experts
     packed: Any = mine._hosted_experts
     assert isinstance(packed, HostedExperts)
@@ -137,5 +137,5 @@ def test_gates_that_a_backend_has_are_its_own(tmp_path: Path) -> None:
     for model_type, gates in (("minimax_m2", {None, "silu"}), ("gpt_oss", {None})):
         gated.clear()
         save(model_type, tmp_path / model_type)
-        filled(new_config(model_type), tmp_path / model_type, Recording())
+        filled(tmp_path / model_type, Recording())
         assert set(gated) == gates

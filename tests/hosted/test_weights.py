@@ -21,7 +21,6 @@ from tests.hosted.filled import (
     KeptLinear,
     filled,
     load,
-    new_config,
     save,
     state_of,
     transposed_names,
@@ -34,7 +33,7 @@ FILE = "model.safetensors"
 @pytest.mark.parametrize("model_type", CASES)
 def test_the_state_is_that_of_transformers(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     theirs = load(save(model_type, tmp_path, dtype), tmp_path, dtype)
-    ours = filled(new_config(model_type), tmp_path, dtype=dtype)
+    ours = filled(tmp_path, dtype=dtype)
     wanted, found = theirs.state_dict(), state_of(ours)
     assert found.keys() == wanted.keys()
     for name in transposed_names(theirs):
@@ -65,13 +64,13 @@ def test_names_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
     theirs = load(save("gpt2", tmp_path), tmp_path)
     change(tmp_path, lambda tensors: rename(tensors, "transformer.", ""))
     change(tmp_path, lambda tensors: tensors.update({"h.0.attn.bias": torch.ones(1, 1, 4, 4)}))
-    found = state_of(filled(new_config("gpt2"), tmp_path))
+    found = state_of(filled(tmp_path))
     assert torch.equal(found["transformer.h.1.mlp.c_fc.weight"].mT, theirs.transformer.h[1].mlp.c_fc.weight)
 
 
 def test_a_tied_head_shares_the_packed_weight(tmp_path: Path) -> None:
     save("gpt2", tmp_path)
-    ours = filled(new_config("gpt2"), tmp_path)
+    ours = filled(tmp_path)
     embedding = ours.transformer.wte
     assert isinstance(embedding, HostedEmbedding)
     assert embedding._look_up.__self__ is ours.lm_head._projection.run  # type: ignore[attr-defined]
@@ -87,7 +86,7 @@ def test_a_tied_head_may_be_stored_too(is_equal: bool, tmp_path: Path) -> None:
         tmp_path,
         lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"] * (1 if is_equal else 2)}),
     )
-    theirs, ours = load(save("gpt2", tmp_path / "other"), tmp_path), filled(new_config("gpt2"), tmp_path)
+    theirs, ours = load(save("gpt2", tmp_path / "other"), tmp_path), filled(tmp_path)
     assert isinstance(ours.transformer.wte, HostedEmbedding) == is_equal
     assert torch.equal(state_of(ours)["lm_head.weight"], theirs.lm_head.weight)
     assert torch.equal(state_of(ours)["transformer.wte.weight"], theirs.transformer.wte.weight)
@@ -96,7 +95,7 @@ def test_a_tied_head_may_be_stored_too(is_equal: bool, tmp_path: Path) -> None:
 def test_a_head_stands_for_a_missing_embedding(tmp_path: Path) -> None:
     theirs = save("gpt2", tmp_path)
     change(tmp_path, lambda tensors: rename(tensors, "transformer.wte.weight", "lm_head.weight"))
-    assert torch.equal(state_of(filled(new_config("gpt2"), tmp_path))["transformer.wte.weight"], theirs.lm_head.weight)
+    assert torch.equal(state_of(filled(tmp_path))["transformer.wte.weight"], theirs.lm_head.weight)
 
 
 def test_computed_buffers_need_not_be_stored(tmp_path: Path) -> None:
@@ -104,7 +103,7 @@ def test_computed_buffers_need_not_be_stored(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     change(tmp_path, lambda tensors: tensors.pop(name))
-    assert not state_of(filled(new_config("deepseek_v3"), tmp_path))[name].any()
+    assert not state_of(filled(tmp_path))[name].any()
 
 
 def pop(name: str) -> Callable[[dict[str, Tensor]], object]:
@@ -142,7 +141,7 @@ def test_damaged_checkpoints_are_refused_by_name(damage: str, tmp_path: Path) ->
     save(model_type, tmp_path)
     change(tmp_path, edit)
     with pytest.raises(CheckpointError, match=message):
-        filled(new_config(model_type), tmp_path)
+        filled(tmp_path)
 
 
 def test_nothing_is_read_or_packed_before_names_and_shapes_are_checked(tmp_path: Path) -> None:
@@ -156,7 +155,7 @@ def test_nothing_is_read_or_packed_before_names_and_shapes_are_checked(tmp_path:
             raise AssertionError(name)
 
     with pytest.raises(QuireError):
-        filled(new_config("olmo2"), tmp_path, ops=NoOps())
+        filled(tmp_path, ops=NoOps())
 
 
 def test_stored_float8_weights_stay_quantised(tmp_path: Path) -> None:
@@ -177,7 +176,7 @@ def test_stored_float8_weights_stay_quantised(tmp_path: Path) -> None:
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     packed: list[Any] = []
-    ours = filled(new_config("deepseek_v3"), tmp_path, ops=Recording(packed))
+    ours = filled(tmp_path, ops=Recording(packed))
     found = state_of(ours)
     name = "model.layers.0.self_attn.o_proj.weight"
     torch.testing.assert_close(found[name], plain[name], rtol=0, atol=1e-6)

@@ -144,7 +144,20 @@ def build_module(
     Raises:
         UnsupportedModel, CheckpointError: see `make_config`.
     """
-    made = make_config(config)
+    module = _construct(make_config(config), config, dtype, experts)
+    put_on_meta(module)
+    if dtype != torch.float32:
+        # Tables of positions are computed in float32 and rounded once, as transformers does when it loads a model.
+        precise = _construct(make_config(config), config, torch.float32, experts)
+        for name, table in precise.named_buffers():
+            rounded = module.get_buffer(name)
+            if rounded.is_floating_point() and rounded.device == table.device:
+                rounded.copy_(table)
+    return module.eval()
+
+
+def _construct(made: Any, config: Mapping[str, Any], dtype: torch.dtype, experts: str | None) -> nn.Module:
+    """Construct a module under a default dtype."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -162,8 +175,7 @@ def build_module(
         raise CheckpointError(
             f"config.json: transformers cannot build {architecture_of(config)}: {first_line(error)}"
         ) from error
-    put_on_meta(module)
-    return module.eval()
+    return module
 
 
 def put_on_meta(module: nn.Module) -> None:
