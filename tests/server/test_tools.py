@@ -347,7 +347,7 @@ def test_a_template_that_does_not_show_its_format_needs_the_option(tmp_path: Pat
                 assert "as --tool-call-parser says" in process.log.read_text()
             else:
                 assert "--tool-call-parser" in response.json()["error"]["message"]
-                assert "does not show the format" in process.log.read_text()
+                assert "show no format; --tool-call-parser can set it" in process.log.read_text()
 
 
 def test_the_option_knows_the_formats_that_there_are() -> None:

@@ -119,6 +119,13 @@ def test_a_template_that_refuses_calls_shows_them_in_its_literals(new: Callable[
     assert reason.startswith("whose marks the chat template has")
 
 
+def test_definitions_of_tools_are_no_calls(new: Callable[[str], ChatTemplate]) -> None:
+    # Nothing tells where the last message begins.
+    form, reason = choose_format("auto", new("{{ tools | tojson }}{{ messages[-1].content }}<|assistant|>"))
+    assert form is None
+    assert reason == "the chat template writes no calls, and its instructions show no format"
+
+
 def test_a_template_that_fails_shows_nothing(new: Callable[[str], ChatTemplate]) -> None:
     assert choose_format("auto", new("{% broken")).form is None
     _, reason = choose_format("auto", new("{{ raise_exception('no') }}"))

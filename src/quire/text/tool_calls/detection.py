@@ -68,7 +68,9 @@ _STORE: Final = _function(
     kq_map={"type": "object", "properties": {"kq_row": {"type": "integer"}}},
 )
 _VOID: Final = _function("kq_void", kq_nothing={"anyOf": [{"type": "string"}, {"type": "null"}]})
-_LOOKED: Final = ("kq_look", {"kq_place": "kqone two", "kq_count": 4711})
+# A text that only the first call has.
+PLACE: Final = "kqone two"
+_LOOKED: Final = ("kq_look", {"kq_place": PLACE, "kq_count": 4711})
 _LOOKED_AGAIN: Final = ("kq_look", {"kq_place": "kqtwo", "kq_count": -3})
 _STORED: Final = (
     "kq_store",
@@ -125,7 +127,7 @@ def _detect(template: ChatTemplate, forms: Sequence[ToolFormat]) -> Detection:
         return Detection(ranked[0], "in which the chat template writes calls")
     if shown := _shown(forms, instructions or ""):
         return Detection(shown[0], "which the instructions of the chat template show")
-    if _LOOKED[0] in written:
+    if PLACE in written:
         nearest = _nearest(forms, written)
         why = "the chat template writes calls in a format that is not known"
         return Detection(None, why if nearest is None else f"{why}; the nearest one is {nearest}")
