@@ -17,7 +17,7 @@ DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
 # "auto", or a format of `quire.text.tool_calls`, whose import would slow the command line's start.
 TOOL_CALL_PARSERS = (
     *("auto", "apertus", "cohere", "deepseek", "deepseek_v32", "deepseek_v4", "functionary"),
-    *("functiongemma", "gemma4", "gigachat3", "gigachat31", "glm", "granite", "harmony"),
+    *("functiongemma", "gemma4", "gigachat3", "gigachat31", "glm", "granite", "granite_20b", "harmony"),
     *("hermes", "hunyuan", "internlm", "kimi_k2", "lfm2", "llama3", "longcat"),
     *("minimax_m2", "mistral", "nemotron", "olmo3", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss"),
 )

@@ -57,6 +57,7 @@ EXAMPLES = {
     "glm-0": f"<tool_call>look{GLM}</tool_call><tool_call>look-2</tool_call>",
     "glm-1": f"<tool_call>look\n{GLM_LINES}</tool_call>\n<tool_call>look-2\n</tool_call>",
     "granite-0": f"<|tool_call|>[{', '.join(OBJECTS)}]",
+    "granite_20b-0": "".join(f"<function_call> {one}" for one in OBJECTS),
     "hermes-0": "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in OBJECTS),
     "hunyuan-0": f"<tool_calls>[{', '.join(OBJECTS)}]</tool_calls>",
     "hunyuan-1": f"<tool_calls>[{', '.join(ID_OBJECTS)}]</tool_calls>",

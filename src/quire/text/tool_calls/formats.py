@@ -169,6 +169,8 @@ SEED_OSS = replace(
 )
 # Granite 3.0 to 3.3.
 GRANITE = Markup(begin="<|tool_call|>", open="[", between=", ", arguments=CallObject(), close="]")
+# Granite 20B function calling.
+GRANITE_20B = Markup(begin="<function_call>", open=" ", arguments=CallObject())
 # Command R7B, Command A.
 COHERE = Markup(
     begin="<|START_ACTION|>",
@@ -299,6 +301,7 @@ ALL: tuple[ToolFormat, ...] = (
     MarkupFormat("gigachat31", (GIGACHAT31,)),
     MarkupFormat("glm", (GLM47, GLM45)),
     MarkupFormat("granite", (GRANITE,)),
+    MarkupFormat("granite_20b", (GRANITE_20B,)),
     HarmonyCalls(),
     MarkupFormat("hermes", (HERMES,)),
     MarkupFormat("hunyuan", (HUNYUAN, HUNYUAN_IDS, HUNYUAN_LINES)),
