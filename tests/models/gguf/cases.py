@@ -70,6 +70,7 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
         }
     },
     "gpt-oss": {},
+    "qwen3-next": {},
     "qwen3.5": {},
     "qwen3.5-options": {},
     "qwen3.5-moe": {},

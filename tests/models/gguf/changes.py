@@ -120,6 +120,32 @@ def _tile_value_heads(tensors: Tensors, config: Config) -> Tensors:
     return changed
 
 
+def _qwen3_next(tensors: Tensors, config: Config) -> Tensors:
+    """Divide the first projection of delta nets, which has the rows of a key head together."""
+    num_key_heads, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // num_key_heads * config["linear_value_head_dim"]
+    ends = key_dim, 2 * key_dim, 2 * key_dim + values
+    changed: dict[str, Tensor] = {}
+    for stored_name, stored in tensors.items():
+        name, values_of = stored_name.replace(".dt_bias", ".dt_proj.bias"), stored
+        layer, _, part = name.removeprefix("model.layers.").partition(".")
+        if part == "linear_attn.in_proj_qkvz.weight":
+            heads = stored.view(num_key_heads, -1, stored.shape[1]).tensor_split(ends, 1)
+            *qkv, gates = (each.flatten(0, 1) for each in heads)
+            changed |= {f"blk.{layer}.attn_qkv.weight": torch.cat(qkv), f"blk.{layer}.attn_gate.weight": gates}
+            continue
+        if part == "linear_attn.conv1d.weight":
+            values_of = stored.squeeze(1)
+        elif part == "linear_attn.A_log":
+            values_of = -stored.exp()
+        elif part == "mlp.shared_expert_gate.weight":
+            values_of = stored.squeeze(0)
+        elif name.endswith("norm.weight") and part != "linear_attn.norm.weight":
+            values_of = stored + 1
+        changed[name] = values_of
+    return changed
+
+
 def _squeeze_shared_gates(tensors: Tensors, config: Config) -> Tensors:
     return {
         name: values.squeeze(0) if name.endswith("shared_expert_gate.weight") else values
@@ -237,6 +263,7 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.GEMMA2: _add_one,
     MODEL_ARCH.GEMMA3: _add_one,
     MODEL_ARCH.GEMMA4: _gemma4,
+    MODEL_ARCH.QWEN3NEXT: _qwen3_next,
     MODEL_ARCH.QWEN35: _tile_value_heads,
     MODEL_ARCH.QWEN35MOE: _squeeze_shared_gates,
     MODEL_ARCH.LFM2: _lfm2,

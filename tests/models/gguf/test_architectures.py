@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from quire.models.families import build
 from quire.models.families.expert_layout import LINEAR_EXPERTS, has_linear_experts
+from quire.models.families.qwen3_next import SPLIT_INPUTS
 from quire.models.gguf.architectures import TensorSource, read_architecture
 from quire.models.modules.decoder import Decoder
 from quire.ops import make_ops
@@ -38,6 +39,7 @@ STORED_OTHERWISE: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {LINEAR_EXPERTS: True},
     "GraniteMoeSharedForCausalLM": {LINEAR_EXPERTS: True},
     "Llama4ForCausalLM": {LINEAR_EXPERTS: True},
+    "Qwen3NextForCausalLM": {SPLIT_INPUTS: True},
 }
 
 

@@ -20,16 +20,20 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "num_experts": 512,
 }
 INPUTS: Final = ("in_proj_qkvz", "in_proj_ba")
+# Field that is added to the configuration of files with queries, keys and values in one projection, gates in another.
+SPLIT_INPUTS: Final = "delta_net_inputs_are_split"
+SPLIT: Final = ("in_proj_qkv", "in_proj_z", "in_proj_ba")
 
 
 def qwen3_next(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read a `Qwen3NextForCausalLM`, without its head for multi-token prediction."""
     spec, names = qwen3_5_moe(config.filled(DEFAULTS))
+    is_split = config.flag(SPLIT_INPUTS, False)
     layers = []
     for idx, layer in enumerate(spec.layers):
         if isinstance(layer.mixer, GatedDeltaNet):
-            layer = replace(layer, mixer=replace(layer.mixer, by_key_head=True))
-            module = f"model.layers.{idx}.linear_attn"
-            names[f"layers.{idx}.mixer.input.weight"] = tuple(f"{module}.{part}.weight" for part in INPUTS)
+            layer = replace(layer, mixer=replace(layer.mixer, by_key_head=not is_split))
+            module, parts = f"model.layers.{idx}.linear_attn", SPLIT if is_split else INPUTS
+            names[f"layers.{idx}.mixer.input.weight"] = tuple(f"{module}.{part}.weight" for part in parts)
         layers.append(layer)
     return replace(spec, layers=tuple(layers)), names

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts: gated delta nets, whose value heads have another order, and attention."""
+"""Qwen3-Next and Qwen3.5, dense and with experts: gated delta nets, whose heads have another order, and attention."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 from quire.errors import CheckpointError
 from quire.models.families.hf_config import FULL
 from quire.models.families.qwen3_5 import RECURRENT
+from quire.models.families.qwen3_next import SPLIT_INPUTS
 from quire.models.gguf.architectures.common import (
     ATTENTION,
     ENDS,
@@ -49,6 +50,7 @@ MTP: Final = {
 }
 MTP_LAYER: Final = {name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")}
 EXPERTS: Final = {"mlp.gate": "ffn_gate_inp", **expert_names("mlp.experts"), **SHARED_EXPERT}
+NEXT: Final = {"linear_attn.in_proj_ba": "ssm_ba"}
 # Norms whose weights are stored plus one: all except the norms in delta nets.
 NORMS: Final = (
     "model.norm.weight",
@@ -65,6 +67,12 @@ NORMS: Final = (
 def _read(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
     width = {"intermediate_size": metadata.same_integer("feed_forward_length")}
     return _read_layers(metadata, shapes, read_common(metadata, shapes, "Qwen3_5ForCausalLM", floats)) | width
+
+
+def _read_next(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    """Read Qwen3-Next; the fields of all Qwen3.5 are its own."""
+    config = _read_moe(metadata, shapes, floats)
+    return config | {"architectures": ["Qwen3NextForCausalLM"], SPLIT_INPUTS: True}
 
 
 def _read_moe(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
@@ -109,12 +117,18 @@ def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
     }
 
 
-def _changes(config: Config) -> Mapping[str, Change]:
-    """Return the changes: a file tiles value heads over the key heads, the family groups them by key head."""
+def _num_key_heads(config: Config) -> tuple[int, int]:
+    """Return the number of key heads of a delta net, and of value heads that share one."""
     num_key_heads, num_value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if num_value_heads % num_key_heads:
         raise CheckpointError(f"{num_value_heads} value heads are no multiple of {num_key_heads} key heads")
-    shared, width = num_value_heads // num_key_heads, config["linear_value_head_dim"]
+    return num_key_heads, num_value_heads // num_key_heads
+
+
+def _changes(config: Config) -> Mapping[str, Change]:
+    """Return the changes: a file tiles value heads over the key heads, the family groups them by key head."""
+    num_key_heads, shared = _num_key_heads(config)
+    width = config["linear_value_head_dim"]
     start = 2 * num_key_heads * config["linear_key_head_dim"]
     heads = values = joined = None
     if shared > 1:
@@ -135,6 +149,18 @@ def _changes(config: Config) -> Mapping[str, Change]:
     }
 
 
+def _next_changes(config: Config) -> Mapping[str, Change]:
+    """Return the changes: the two gates of value heads are stored by key head."""
+    num_key_heads, shared = _num_key_heads(config)
+    changes = {
+        "linear_attn.in_proj_ba.weight": Change(AxisSwap(0, 1, num_key_heads, 2, shared)),
+        "linear_attn.conv1d.weight": Change(layout="unsqueeze_1"),
+        "linear_attn.A_log": Change(transform="log_negated"),
+        "mlp.shared_expert_gate.weight": Change(layout="unsqueeze_0"),
+    }
+    return dict.fromkeys(NORMS, Change(transform="minus_one")) | changes
+
+
 def _renamed(config: Config, name: str) -> str:
     """Return a name of the head for multi-token prediction as a name in the block after the last layer."""
     prefix = next((prefix for prefix in MTP if name.startswith(prefix)), None)
@@ -148,6 +174,7 @@ def _moe_changes(config: Config) -> Mapping[str, Change]:
 
 
 QWEN3_5: Final = {
+    "qwen3next": Architecture(_read_next, {**LAYER, **EXPERTS, **NEXT}, ENDS, _next_changes),
     "qwen35": Architecture(_read, {**LAYER, **MTP_LAYER}, ENDS, _changes, _renamed),
     "qwen35moe": Architecture(_read_moe, {**LAYER, **EXPERTS}, ENDS, _moe_changes),
 }
