@@ -81,7 +81,7 @@ def test_words_of_another_format_do_not_mislead(case: str, new: Callable[[str], 
     ("calls", "nearest"),
     [
         (f"{CALLS}<tool_call>{{{{ f.name }}}}={{{{ f.arguments | tojson }}}}</tool_call>{{% endfor %}}", "hermes"),
-        (f"{CALLS}(({{{{ f.name }}}})){{% endfor %}}", None),
+        (f"{CALLS}(({{{{ f.name }}}}: {{{{ f.arguments | tojson }}}})){{% endfor %}}", None),
     ],
 )
 def test_an_unknown_format_is_named_by_the_nearest_one(
