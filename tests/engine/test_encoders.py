@@ -252,7 +252,7 @@ def test_damaged_prompts_are_named(copied: Path, fields: dict[str, Any], words: 
     ("fields", "words"),
     [
         ({"hidden_size": 30}, r"hidden_size \(30\) must be an even multiple of num_attention_heads"),
-        ({"max_position_embeddings": 10**9}, "max_position_embeddings is 1,000,000,000, but the largest"),
+        ({"max_position_embeddings": 10**6}, "max_position_embeddings is 1,000,000, but the largest"),
         ({"type_vocab_size": 3}, "token_types.weight"),
         ({"num_hidden_layers": 5}, "layers.4|layer.4"),
         ({"hidden_act": "mish"}, "hidden_act is 'mish'"),
@@ -264,6 +264,15 @@ def test_damaged_configurations_are_refused(copied: Path, fields: dict[str, Any]
     change(copied / "config.json", **fields)
     with pytest.raises((CheckpointError, UnsupportedModel), match=words):
         load(copied)
+
+
+@pytest.mark.parametrize("family", ["modernbert", "nomic", "embedding-gemma"])
+def test_absurd_lengths_are_refused(tmp_path: Path, family: str) -> None:
+    """Rotated positions need no table, so no tensor limits them."""
+    encoders.save(tmp_path, family)
+    change(tmp_path / "config.json", max_position_embeddings=10**9)
+    with pytest.raises(CheckpointError, match="max_position_embeddings must be at most 1,048,576"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

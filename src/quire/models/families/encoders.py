@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from quire.errors import CheckpointError
 from quire.models.families.bert import bert, bert_classifier, bert_of_masked_words, bert_token_classifier
 from quire.models.families.bidirectional import embedding_gemma, eurobert
 from quire.models.families.dense_layers import read_dense
@@ -57,15 +58,29 @@ ENCODERS: Final[dict[str, Callable[[HFConfig], tuple[EncoderSpec, WeightMap]]]] 
 BIDIRECTIONAL: Final[dict[str, Callable[[HFConfig], tuple[EncoderSpec, WeightMap]]]] = {
     "Gemma3TextModel": embedding_gemma
 }
+# Tokens of the longest text of any encoder: without learned positions no stored tensor limits it, and a step has slots
+# for it.
+MAX_POSITION: Final = 1 << 20
 
 
 def build_encoder(config: Mapping[str, Any]) -> tuple[EncoderSpec, WeightMap]:
-    """Read the configuration of an encoder."""
+    """Read the configuration of an encoder.
+
+    Raises:
+        UnsupportedModel: a value of a field is not implemented.
+        CheckpointError: a field is missing, of the wrong type or absurd.
+    """
     name = find_encoder(config)
     assert name is not None, "the configuration of an encoder"
     fields = HFConfig(config)
     fields.require("attn_logit_softcapping", None)
     spec, weights = (ENCODERS.get(name) or BIDIRECTIONAL[name])(fields)
+    if spec.max_position > MAX_POSITION:
+        raise CheckpointError(
+            f"config.json: max_position_embeddings must be at most {MAX_POSITION:,} for an encoder, which computes a "
+            f"text in one step, got {spec.max_position:,}",
+            field="max_position_embeddings",
+        )
     dense, dense_weights = read_dense(fields)
     return replace(spec, dense=dense), weights | dense_weights
 
