@@ -4,7 +4,7 @@ A line is JSON with a model type, a folder to write to, and options of the engin
 
 - `outcome`: "unbuildable" (by transformers), "refused" (by Quire, typed) or "served";
 - `why`: the error of the first two;
-- `hindrance`: of a refusal, the reason that it gives;
+- `hindrance`: of a refusal, the word for its reason, None if it has none;
 - `facts`: of a refusal, what transformers' own model does (`tests.hosted.facts`);
 - `histories`: of what is served, "equal" or what differs, by history;
 - `is_exact`: of what is served, whether transformers itself gives the same tokens without its cache.
@@ -13,6 +13,7 @@ A line is JSON with a model type, a folder to write to, and options of the engin
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def outcome_of(model_type: str, folder: Path, options: dict[str, Any]) -> dict[s
         load(folder, options).close()
     except QuireError as error:
         facts = observe(model)._asdict()
-        return {"outcome": "refused", "why": str(error), "hindrance": getattr(error, "hindrance", None), "facts": facts}
+        named = re.search(r"paged memory \((\w+)\)", str(error))
+        return {"outcome": "refused", "why": str(error), "hindrance": named and named[1], "facts": facts}
     histories = run_histories(folder, reference, tuple(ENGINES), **options)
     return {"outcome": "served", "histories": histories, "is_exact": reference.is_exact}
 

@@ -91,6 +91,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         if not tensor.is_floating_point():
             continue
         noise = torch.randn(tensor.shape, generator=generator)
+        tensor.nan_to_num_(0.0, 0.0, 0.0)  # bounds that a checkpoint sets
         if tensor.dim() < 2:
             tensor.add_(0.2 * noise)
         else:

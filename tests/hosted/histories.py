@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
+from quire.errors import ConfigError
 from quire.memory import check
 from tests.hosted.checkpoints import BEAM_TOKENS, BEAMS, NEW_TOKENS, Reference
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 BEAM_SEARCH = SamplingParams(temperature=0.0, max_tokens=BEAM_TOKENS, ignore_eos=True, beam_width=BEAMS, n=BEAMS)
-# Room for the longest prompt with its continuation alone, so that others are preempted: the second where all layers
-# have windows, and blocks before them are free.
-SMALL_POOLS = (12, 6)
+# Room for the longest prompt with its continuation alone, so that others are preempted: the first that is enough.
+SMALL_POOLS = (12, 16, 24)
+# How often each prompt is there: more often where all layers have windows, and little memory is enough for many.
+COPIES = (1, 2, 4)
 
 
 def run_histories(folder: Path, reference: Reference, names: tuple[str, ...], **options: Any) -> dict[str, str]:
@@ -67,12 +70,20 @@ def _swapped(folder: Path, reference: Reference, options: Any) -> Said:
 
 
 def _preempted(folder: Path, reference: Reference, options: Any) -> str:
-    for num_blocks in SMALL_POOLS:
-        with load(folder, options, num_kv_blocks=num_blocks, max_model_len=96) as llm:
-            said = _difference(llm, reference)
+    for num_copies in COPIES:
+        with _load_small(folder, options) as llm:
+            said = _difference(llm, reference, num_copies=num_copies)
             if llm.stats.num_preemptions:
                 return said
     return "nothing is preempted"
+
+
+def _load_small(folder: Path, options: Any) -> LLM:
+    *smaller, largest = SMALL_POOLS
+    for num_blocks in smaller:
+        with suppress(ConfigError):
+            return load(folder, options, num_kv_blocks=num_blocks, max_model_len=96)
+    return load(folder, options, num_kv_blocks=largest, max_model_len=96)
 
 
 ENGINES: Mapping[str, Callable[[Path, Reference, Any], Said]] = {
@@ -83,9 +94,11 @@ ENGINES: Mapping[str, Callable[[Path, Reference, Any], Said]] = {
 }
 
 
-def _difference(llm: LLM, reference: Reference, params: SamplingParams = GREEDY, at_once: int = 8) -> str:
+def _difference(
+    llm: LLM, reference: Reference, params: SamplingParams = GREEDY, at_once: int = 16, num_copies: int = 1
+) -> str:
     """Return "equal" if all samples of all prompts are as expected, or the first difference."""
-    pairs = list(zip(reference.prompts, reference.outputs, strict=True))
+    pairs = list(zip(reference.prompts, reference.outputs, strict=True)) * num_copies
     for start in range(0, len(pairs), at_once):
         part = pairs[start : start + at_once]
         outputs = llm.generate([prompt for prompt, _ in part], params, use_tqdm=False)
