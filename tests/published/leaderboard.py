@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     Args:
         calls: name and arguments of each call, which are in the order of the schema.
         functions: functions that may be called.
-        fits: True if the arguments fit the schema; some in the set do not.
+        fits: True if the arguments fit the schema, and are the only ones that their text between tags can mean.
     """
 
     calls: list[tuple[str, dict[str, Any]]]
@@ -117,8 +117,25 @@ def _written_as_python(one: Mapping[str, Any], folder: Path) -> Iterator[Answer]
 def _answer(calls: list[tuple[str, dict[str, Any]]], functions: list[Function]) -> Answer:
     schemas = {one.name: one.parameters for one in functions}
     ordered = [(name, _ordered(arguments, schemas[name])) for name, arguments in calls]
-    fits = all(Draft202012Validator(schemas[name]).is_valid(arguments) for name, arguments in ordered)
+    fits = all(
+        Draft202012Validator(schemas[name]).is_valid(arguments) and not _is_ambiguous(arguments, schemas[name])
+        for name, arguments in ordered
+    )
     return Answer(ordered, functions, fits)
+
+
+def _is_ambiguous(arguments: Mapping[str, Any], schema: Any) -> bool:
+    """Return whether a string without a type, such as "42", is the text of another value too."""
+    untyped = [key for key, one in schema["properties"].items() if "type" not in one]
+    return any(isinstance(arguments.get(key), str) and _is_json(arguments[key]) for key in untyped)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _ordered(value: Any, schema: Any) -> Any:
