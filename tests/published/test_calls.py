@@ -32,8 +32,6 @@ CUT = 400
 STEPS = [pytest.param(20, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 # Templates that close a list of calls behind the second one only.
 CLOSE_LATE = {"deepseek-ai-DeepSeek-R1-Distill-Llama-8B"}
-# Formats whose keys without quotes are read and generated in ASCII only.
-ASCII_KEYS = {"functiongemma", "gemma4", "lfm2", "olmo3", "pythonic"}
 # Grammars that have another spelling than the template, with the reason.
 OTHER_SPELLING = {
     "ByteDance-Seed-OSS": "the template writes lists and objects in Python's syntax, grammars in JSON's; both are read",
@@ -77,8 +75,6 @@ def trials_of(name: str, template: ChatTemplate, form: ToolFormat, step: int) ->
         1 if not writes_all else 2 if name in CLOSE_LATE else len(max(answers(), key=lambda one: len(one.calls)).calls)
     )
     fitting = [one for one in answers() if one.fits and len(one.calls) <= most]
-    if form.name in ASCII_KEYS:
-        fitting = [one for one in fitting if all(key.isascii() for _, given in one.calls for key in given)]
     assert fitting
     return [CallTrial(one.calls, one.functions) for one in fitting[::step]]
 

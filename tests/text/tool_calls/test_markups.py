@@ -30,6 +30,7 @@ SCHEMA: dict[str, Any] = {
         "n": {"type": "null"},
         "l": {"type": "array"},
         "o": {"type": "object", "additionalProperties": True},
+        "año": {"type": "integer"},
         "any": {},
     },
 }
@@ -113,7 +114,9 @@ LETTERS = st.text("abc 5\n\t\"'\\<>/{}[](),:=é🦄", max_size=12) | st.sampled_
 NUMBERS = st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False, width=32)
 NESTED = st.recursive(
     st.none() | st.booleans() | NUMBERS | LETTERS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["p", "q_1", "Z"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["p", "q_1", "ñ_Z"]), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 ARGUMENTS = st.fixed_dictionaries(
@@ -124,8 +127,9 @@ ARGUMENTS = st.fixed_dictionaries(
         "x": NUMBERS,
         "b": st.booleans(),
         "n": st.none(),
+        "año": st.integers(0, 9999),
         "l": st.lists(NESTED, max_size=3),
-        "o": st.dictionaries(st.sampled_from(["p", "q_1", "Z"]), NESTED, max_size=3),
+        "o": st.dictionaries(st.sampled_from(["p", "q_1", "ñ_Z"]), NESTED, max_size=3),
     },
 )
 CALLS = st.lists(st.tuples(st.just("look"), ARGUMENTS) | st.just(("look-2", {})), min_size=1, max_size=3)

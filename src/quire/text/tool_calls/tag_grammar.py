@@ -14,7 +14,7 @@ from quire.text.tool_calls.grammar import joined, literal, written
 from quire.text.tool_calls.markup import BOTH_WORDS, JSON_VALUES, TaggedArguments
 from quire.text.tool_calls.value_grammar import ValueRules, repeated
 
-KEY_SYNTAX = replace(JSON_VALUES, bare_key="[a-zA-Z0-9_.-]{1,64}")
+KEY_SYNTAX = replace(JSON_VALUES, bare_key=r"[\w.-]{1,64}")
 # Name of a type -> regular expression of the texts that are read as its values, without white space around them.
 INTEGER = "-?(0|[1-9][0-9]*)"
 EXPONENT = r"[eE][+\-]?[0-9]+"
