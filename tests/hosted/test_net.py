@@ -24,11 +24,17 @@ UNBUILDABLE: Mapping[str, str] = {
     "gemma4_unified_assistant": "the current Cache seem to only contain LinearAttention layers",
     "musicgen": "'MusicgenConfig' object has no attribute 'dropout'",
     "musicgen_melody": "'MusicgenMelodyConfig' object has no attribute 'dropout'",
+    "reformer": "'NoneType' object is not iterable",
+    "rwkv": "RwkvForCausalLM cannot use beam search with a cache",
+    "xlstm": "xLSTMForCausalLM cannot use beam search with a cache",
 }
 # Refusals, typed like the others, whose reason the observation does not bear out: some of these could be served.
-UNPROVEN = frozenset({"dory", "emu3", "gemma4_unified", "moss_transcribe_diarize", "whisper"})
-# Configurations with infinite limits of time steps, which are refused without a reason; all keep a state.
-UNREAD = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"})
+UNPROVEN = frozenset({"dory", "emu3", "gemma4_unified", "mllama", "moss_transcribe_diarize", "whisper"})
+# Configurations that are refused for a field: infinite limits of time steps, all of models that keep a state, and
+# `add_cross_attention`.
+UNREAD = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "prophetnet"})
+# Models whose tokens in transformers depend on its cache, or on its attention function: there is no reference.
+INEXACT = frozenset({"hrm_text", "moshi"})
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +59,8 @@ def test_tokens_are_those_of_transformers(attempt: Attempt, tmp_path: Path, mode
         assert UNBUILDABLE[model_type] in outcome["why"]
     elif outcome["outcome"] == "refused":
         assert model_type in UNPROVEN | UNREAD or is_true(outcome["hindrance"], outcome["facts"]), outcome
+    elif model_type in INEXACT:
+        assert (outcome["outcome"], outcome["is_exact"]) == ("served", False)
     else:
         assert outcome == {"outcome": "served", "histories": dict.fromkeys(HISTORIES, "equal"), "is_exact": True}
 

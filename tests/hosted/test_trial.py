@@ -144,6 +144,8 @@ def test_a_class_of_another_name_is_refused() -> None:
     [
         ("num_hidden_layers", 1 << 20, "num_hidden_layers is 1048576"),
         ("hidden_size", 1 << 40, "hidden_size is 1099511627776"),
+        ("head_dim", 1 << 30, "a range of more than 16,777,216 numbers is made"),
+        ("head_dim", 63, "RoPE requires an even rotary dimension"),
         ("hidden_size", -64, "transformers"),
         ("num_attention_heads", 0, "transformers"),
         ("hidden_act", "no such", "transformers"),

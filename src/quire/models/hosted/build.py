@@ -21,6 +21,8 @@ _FILLED: Final = frozenset((torch.zeros, torch.ones, torch.rand, torch.randn, to
 WEIGHT_SIZE: Final = 1 << 20
 # Elements of a tensor that is no weight, at most: the position tables of models with learned or fixed positions.
 MAX_TABLE: Final = 1 << 28
+# Numbers of a range, at most: positions, or dimensions of a rotation.
+MAX_RANGE: Final = 1 << 24
 # Construction sets the default dtype and replaces functions of transformers, both for the whole process.
 _LOCK: Final = threading.Lock()
 # Last words of fields that give numbers of modules, and the largest numbers.
@@ -53,6 +55,8 @@ class _WeightsOnMeta(TorchFunctionMode):
                 return on_meta
             if on_meta.numel() > MAX_TABLE:
                 raise ValueError(f"a table of shape {list(on_meta.shape)} is made, which is too large")
+        elif func is torch.arange and func(*args, **{**options, "device": "meta"}).numel() > MAX_RANGE:
+            raise ValueError(f"a range of more than {MAX_RANGE:,} numbers is made")
         return func(*args, **options)
 
 
@@ -190,5 +194,10 @@ def put_on_meta(module: nn.Module) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type and the first line of the message of an exception of transformers."""
-    return describe(error).strip().partition("\n")[0][:300]
+    """Return the type and the first sentence of the message of an exception of transformers, on one line.
+
+    A line that ends with a colon goes on with the next one.
+    """
+    lines = [line.strip() for line in describe(error).strip().split("\n")]
+    count = next((idx for idx, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1) + 1
+    return " ".join(lines[:count])[:300]
