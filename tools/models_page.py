@@ -38,7 +38,7 @@ others are refused before their weights are read, for one of these reasons:
 """
 
 
-class Row(NamedTuple):
+class ModelRow(NamedTuple):
     """A model type, its class, and what serves it: "native", "transformers", or the word for why it is refused."""
 
     model_type: str
@@ -46,12 +46,12 @@ class Row(NamedTuple):
     served_by: str
 
 
-def row_of(model_type: str) -> Row:
+def row_of(model_type: str) -> ModelRow:
     """Return the row of a model type."""
     architecture = MODEL_TYPES[model_type]
     if architecture in FAMILIES:
-        return Row(model_type, architecture, "native")
-    return Row(model_type, architecture, hindrance_of(model_type) or "transformers")
+        return ModelRow(model_type, architecture, "native")
+    return ModelRow(model_type, architecture, hindrance_of(model_type) or "transformers")
 
 
 def hindrance_of(model_type: str) -> str | None:

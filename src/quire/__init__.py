@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         EmbeddingRequestOutput,
         ScoringOutput,
         ScoringRequestOutput,
+        TokenClassificationOutput,
+        TokenClassificationRequestOutput,
     )
     from quire.errors import (
         CheckpointError,
@@ -112,6 +114,8 @@ __all__ = [
     "Strategy",
     "StructuredOutputs",
     "StructuredOutputsParams",
+    "TokenClassificationOutput",
+    "TokenClassificationRequestOutput",
     "ToolCall",
     "Truncate",
     "UnknownParameter",
@@ -143,6 +147,8 @@ _EXPORTS = {
         "EmbeddingRequestOutput",
         "ScoringOutput",
         "ScoringRequestOutput",
+        "TokenClassificationOutput",
+        "TokenClassificationRequestOutput",
     ),
     "errors": (
         "CheckpointError",

@@ -59,6 +59,19 @@ EXPECTED: dict[str, tuple[list[tuple[str, int]], int]] = {
     # 16 matrices of 128 x 128 in float32; three inputs of 16 queries, 16 keys and 16 values of 128.
     "Qwen3.5 of 24 layers": ([("all", 6 * 2 * KIB)], 18 * (16 * 128 * 128 * 4 + 3 * 48 * 128 * 2)),
     "Qwen3.5 35B A3B": ([("all", 10 * 2 * KIB)], 30 * (32 * 128 * 128 * 4 + 3 * 64 * 128 * 2)),
+    "Granite 3.3 8B": ([("all", 40 * 4 * KIB)], 0),
+    "SmolLM3 3B": ([("all", 36 * 2 * KIB)], 0),
+    "Seed-OSS 36B": ([("all", 64 * 4 * KIB)], 0),
+    "Ministral 3 8B": ([("all", 34 * 4 * KIB)], 0),
+    "GLM-4.5 Air": ([("all", 46 * 4 * KIB)], 0),
+    "OLMo 3 7B": ([("4096", 24 * 16 * KIB), ("all", 8 * 16 * KIB)], 0),
+    "MiniMax M2": ([("all", 62 * 4 * KIB)], 0),
+    # 32 matrices of 128 x 128; three inputs of 16 queries, 16 keys and 32 values of 128.
+    "Qwen3-Next 80B A3B": ([("all", 12 * 2 * KIB)], 36 * (32 * 128 * 128 * 4 + 3 * 64 * 128 * 2)),
+    # 128 heads of 80 x 128; three inputs of the heads and of two projections to 8 groups of 128.
+    "Nemotron Nano 9B v2": ([("all", 4 * 4 * KIB)], 27 * (128 * 80 * 128 * 4 + 3 * (10240 + 2048) * 2)),
+    "Nemotron 3 Nano 30B A3B": ([("all", 6 * KIB)], 23 * (64 * 64 * 128 * 4 + 3 * (4096 + 2048) * 2)),
+    "Bamba 9B": ([("all", 3 * 4 * KIB)], 29 * (128 * 64 * 128 * 4 + 3 * (8192 + 256) * 2)),
 }
 
 

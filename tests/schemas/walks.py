@@ -157,7 +157,7 @@ def written_call(name: str, arguments: dict[str, Any]) -> str:
         members = (f"<parameter={key}>\n{_xml(value)}\n</parameter>\n" for key, value in arguments.items())
         return f"<tool_call>\n<function=f>\n{''.join(members)}</function>\n</tool_call>"
     if name == "lfm2":
-        bare = re.compile("[a-zA-Z0-9_.-]{1,64}")
+        bare = re.compile(r"[a-zA-Z0-9_.\u00a1-\U0010ffff-]{1,64}")
         members = (
             f"{key if bare.fullmatch(key) else _python(key)}={_python(value)}" for key, value in arguments.items()
         )
@@ -187,4 +187,4 @@ def _marked(value: Any) -> str:
 
 
 def _marked_key(key: str) -> str:
-    return key if re.fullmatch("[a-zA-Z0-9_.$-]{1,64}", key) else f'<|"|>{key}<|"|>'
+    return key if re.fullmatch(r"[a-zA-Z0-9_.$\u00a1-\U0010ffff-]{1,64}", key) else f'<|"|>{key}<|"|>'

@@ -238,6 +238,7 @@ class LLM(PooledLLM):
         Raises:
             RequestError: messages that the template refuses, a model without a template, or unsupported tools.
         """
+        self._check_open()
         model = ToolModel.find(tool_call_parser, self.tokenizer, self.resolved.vocab_size)
         use = model.read(tools, tool_choice, parallel_tool_calls)
         if use is not None:

@@ -12,9 +12,9 @@ from quire.text.tool_calls.argument_schema import forms_of, objects_of, types_of
 from quire.text.tool_calls.calls import Function
 from quire.text.tool_calls.grammar import joined, literal, written
 from quire.text.tool_calls.markup import BOTH_WORDS, JSON_VALUES, TaggedArguments
-from quire.text.tool_calls.value_grammar import ValueRules, repeated
+from quire.text.tool_calls.value_grammar import BARE_KEY, ValueRules, repeated
 
-KEY_SYNTAX = replace(JSON_VALUES, bare_key=r"[\w.-]{1,64}")
+KEY_SYNTAX = replace(JSON_VALUES, bare_key=BARE_KEY)
 # Name of a type -> regular expression of the texts that are read as its values, without white space around them.
 INTEGER = "-?(0|[1-9][0-9]*)"
 EXPONENT = r"[eE][+\-]?[0-9]+"
