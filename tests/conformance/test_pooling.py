@@ -132,7 +132,7 @@ def test_poolings_in_chunks_and_after_preemptions(core_reference: Reference, swa
     """Poolings of all hidden states: no prefix is reused for them, and each token counts once in any history."""
     model = transformers.AutoModel.from_pretrained(core_reference.folder, dtype=torch.float32).eval()
     prompts = [*core_reference.prompts, core_reference.prompts[-1]]
-    kinds = sorted(OF_ALL_ROWS) * 2
+    kinds = sorted(OF_ALL_ROWS - {"tokens"}) * 2
     firsts = [min(5, len(prompt) - 1) if idx % 2 else 0 for idx, prompt in enumerate(prompts)]
     with torch.inference_mode():
         hidden = [model(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
