@@ -26,9 +26,8 @@ def checked_engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def check_files(config: EngineConfig) -> None:
     """Check that packages are installed, that models exist and are supported, and that folders can be written."""
-    from quire.models.families import read_model
-    from quire.models.families.quantization_config import check_stored_method, without_quantization
-    from quire.models.hosted.choice import is_hosted
+    from quire.models.families.quantization_config import check_stored_method
+    from quire.models.hosted.choice import is_hosted, read_model
 
     _check_packages(config.cache)
     revision = config.model.revision
@@ -37,7 +36,7 @@ def check_files(config: EngineConfig) -> None:
         if raw is None:
             continue
         if not is_hosted(raw, config.model.model_impl):  # else its modules are built with the engine
-            read_model(without_quantization(raw))
+            read_model(raw, config.model.model_impl)
         if model == config.model.model:
             check_stored_method(config.model.stored_quantization, raw, is_gguf=False)
     template = config.model.chat_template

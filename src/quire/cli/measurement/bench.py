@@ -94,11 +94,10 @@ def _context_length(options: Mapping[str, Any]) -> int:
     """Return the longest context that the options and the model's configuration allow."""
     from quire.config import EngineConfig, context_length
     from quire.models.checkpoints.checkpoint import read_config
-    from quire.models.families.quantization_config import without_quantization
     from quire.models.hosted.choice import read_decoder
 
     model = EngineConfig.from_options(**options).model
-    spec = read_decoder(without_quantization(read_config(model.model, model.revision)), model.model_impl).spec
+    spec = read_decoder(read_config(model.model, model.revision), model.model_impl).spec
     return context_length(model.max_model_len, spec.max_position)
 
 

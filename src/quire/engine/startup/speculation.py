@@ -48,7 +48,7 @@ def open_draft(config: EngineConfig, decoder: CausalModel, tokenizer: Tokenizer 
     if name is None:
         return None
     checkpoint = Checkpoint.open(name)
-    spec = read_decoder(without_quantization(checkpoint.config), config.model.model_impl).spec
+    spec = read_decoder(checkpoint.config, config.model.model_impl).spec
     check_draft(config, decoder.spec, spec)
     if tokenizer is not None and (checkpoint.folder / "tokenizer.json").is_file():
         different = tokenizer.differs_at(Tokenizer.from_folder(checkpoint.folder))

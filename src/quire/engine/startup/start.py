@@ -16,7 +16,6 @@ from quire.engine.startup.rank_process import exit_now, run
 from quire.errors import ConfigError
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families.encoders import find_encoder
-from quire.models.families.quantization_config import without_quantization
 from quire.models.hosted.choice import one_process_only, read_decoder
 from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.sharding import Share, shard_spec
@@ -85,7 +84,7 @@ def check_shared(config: EngineConfig) -> None:
     """Check that the ranks can share the model, before any of them starts."""
     checkpoint = Checkpoint.open(config.model.model, config.model.revision)
     if find_encoder(checkpoint.config) is None:  # `encoder_config` checks the options of encoders
-        spec = read_decoder(without_quantization(checkpoint.config), config.model.model_impl).spec
+        spec = read_decoder(checkpoint.config, config.model.model_impl).spec
         parallel = config.parallel
         if isinstance(spec, HostedSpec):
             raise one_process_only()

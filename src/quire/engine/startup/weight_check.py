@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 from quire.models.capacity.pool_sizing import check_pool
 from quire.models.capacity.rank_part import rank_spec, stored_spec
 from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.families.quantization_config import read_quantization_config, without_quantization
+from quire.models.families.quantization_config import read_quantization_config
 from quire.models.hosted.choice import read_decoder
 from quire.models.specs.cache_layout import cache_specs
 from quire.models.specs.hosted_spec import HostedSpec
@@ -32,7 +32,7 @@ def check_weights(
     is_gguf = checkpoint.gguf_fields is not None
     if read_quantization_config(checkpoint.config) is not None or (is_gguf and options.quantization is not None):
         return  # the size depends on the stored form of each tensor
-    spec = read_decoder(without_quantization(checkpoint.config), options.model_impl).spec
+    spec = read_decoder(checkpoint.config, options.model_impl).spec
     if parallel.tensor_parallel_size > 1 and isinstance(spec, ModelSpec):
         spec = stored_spec(rank_spec(spec, parallel), parallel)
     is_packed = options.weight_packing != "plain" and dtype == torch.bfloat16
@@ -69,7 +69,7 @@ def check_cache(config: EngineConfig, checkpoint: Checkpoint, device: str, dtype
     # A draft model has a share of each block, and a stage the layers of some.
     if not is_given or config.speculative.num_tokens or config.parallel.pipeline_parallel_size > 1:
         return
-    spec = read_decoder(without_quantization(checkpoint.config), config.model.model_impl).spec
+    spec = read_decoder(checkpoint.config, config.model.model_impl).spec
     if config.parallel.tensor_parallel_size > 1 and isinstance(spec, ModelSpec):
         spec = rank_spec(spec, config.parallel)
     cached = CACHE_DTYPES[stored_dtype(config, dtype)]

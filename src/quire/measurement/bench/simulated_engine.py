@@ -20,7 +20,7 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.capacity.gpu_budget import plan_gpu
 from quire.models.capacity.pool_sizing import num_kept_free
 from quire.models.checkpoints.checkpoint import find_gguf, read_config
-from quire.models.families.quantization_config import check_stored_method, without_quantization
+from quire.models.families.quantization_config import check_stored_method
 from quire.models.hosted.choice import read_decoder
 from quire.models.specs.cache_layout import cache_specs
 from quire.models.specs.hosted_spec import HostedSpec
@@ -177,7 +177,7 @@ def _dimensions(config: EngineConfig) -> _Dimensions:
     raw = read_config(config.model.model, config.model.revision)
     is_gguf = find_gguf(config.model.model, config.model.revision) is not None
     check_stored_method(config.model.stored_quantization, raw, is_gguf=is_gguf)
-    spec = read_decoder(without_quantization(raw), config.model.model_impl).spec
+    spec = read_decoder(raw, config.model.model_impl).spec
     dtype = _dtype(config.model.dtype, raw)
     cached = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     element_bytes, cache_dtype = CACHE_DTYPES[dtype].element_bytes, CACHE_DTYPES[cached]

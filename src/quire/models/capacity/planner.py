@@ -35,7 +35,6 @@ from quire.models.checkpoints.checkpoint import find_gguf, read_config
 from quire.models.families.quantization_config import (
     check_stored_method,
     read_quantization_config,
-    without_quantization,
 )
 from quire.models.gguf.reader import GGUFFile
 from quire.models.hosted.choice import one_process_only, read_decoder
@@ -82,7 +81,7 @@ class _Model:
         """Read a model's configuration as the engine does."""
         raw = read_config(name, revision)
         method = read_quantization_config(raw)
-        spec = read_decoder(without_quantization(raw), options.model_impl).spec
+        spec = read_decoder(raw, options.model_impl).spec
         file = find_gguf(name, revision)
         check_stored_method(wanted, raw, is_gguf=file is not None)
         stored_bytes = None

@@ -9,7 +9,7 @@ from typing import Any, Final
 from quire.errors import CheckpointError, UnsupportedModel, shown
 from quire.models.families.bamba import bamba
 from quire.models.families.dense_layers import read_dense
-from quire.models.families.encoders import build_encoder, find_encoder
+from quire.models.families.encoders import find_encoder
 from quire.models.families.falcon_h1 import falcon_h1
 from quire.models.families.gemma import gemma
 from quire.models.families.gemma2 import gemma2
@@ -40,7 +40,6 @@ from quire.models.families.qwen_vl import qwen2_vl, qwen3_vl, qwen3_vl_moe
 from quire.models.families.score_heads import generating_name, with_score_head
 from quire.models.families.seed_oss import seed_oss
 from quire.models.families.smollm3 import smollm3
-from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.spec import ModelSpec, WeightMap
 
 # Name under "architectures" in a checkpoint's config.json -> reader of the configuration.
@@ -90,11 +89,6 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
 }
-
-
-def read_model(config: Mapping[str, Any]) -> tuple[ModelSpec | EncoderSpec, WeightMap]:
-    """Read the configuration of a decoder or an encoder; for errors, see `build`."""
-    return build(config) if find_encoder(config) is None else build_encoder(config)
 
 
 def build(config: Mapping[str, Any]) -> tuple[ModelSpec, WeightMap]:

@@ -9,8 +9,10 @@ from quire.config.extras import EXTRAS, check_extra, importing_extra, is_install
 from quire.errors import ConfigError, UnsupportedModel, shown
 from quire.models.families import build, find_family
 from quire.models.families.dense_layers import read_dense
-from quire.models.families.encoders import find_encoder
+from quire.models.families.encoders import build_encoder, find_encoder
 from quire.models.families.hf_config import HFConfig
+from quire.models.families.quantization_config import without_quantization
+from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.spec import ModelSpec, WeightMap
 
@@ -34,7 +36,7 @@ def read_decoder(config: Mapping[str, Any], model_impl: str = "auto") -> ReadDec
     """Read the configuration of a decoder.
 
     Args:
-        config: content of `config.json`, without its quantisation.
+        config: content of `config.json`; its quantisation is left out.
         model_impl: see `ModelConfig`.
 
     Raises:
@@ -43,6 +45,7 @@ def read_decoder(config: Mapping[str, Any], model_impl: str = "auto") -> ReadDec
         CheckpointError: a field is missing, of the wrong type or absurd.
         ConfigError: transformers' modules are asked for, and transformers is not installed.
     """
+    config = without_quantization(config)
     if not is_hosted(config, model_impl):
         return ReadDecoder(*build(config))
     with importing_extra(OPTION):
@@ -53,6 +56,13 @@ def read_decoder(config: Mapping[str, Any], model_impl: str = "auto") -> ReadDec
             field="architectures",
         )
     return ReadDecoder(examine(config), {})
+
+
+def read_model(config: Mapping[str, Any], model_impl: str = "auto") -> ModelSpec | HostedSpec | EncoderSpec:
+    """Read the configuration of a decoder or an encoder; for arguments and errors, see `read_decoder`."""
+    if find_encoder(config) is None:
+        return read_decoder(config, model_impl).spec
+    return build_encoder(without_quantization(config))[0]
 
 
 def is_hosted(config: Mapping[str, Any], model_impl: str = "auto") -> bool:

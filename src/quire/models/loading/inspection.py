@@ -8,14 +8,10 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.families.encoders import build_encoder, find_encoder
-from quire.models.families.quantization_config import without_quantization
 from quire.models.gguf.block_types import BLOCK_TYPES
 from quire.models.gguf.tensor_types import TENSOR_TYPES
-from quire.models.hosted.choice import read_decoder
-from quire.models.specs.encoder_spec import EncoderSpec
+from quire.models.hosted.choice import read_model
 from quire.models.specs.hosted_spec import HostedSpec
-from quire.models.specs.spec import ModelSpec
 from quire.models.stored_quantization import StoredQuantization, read_quantization
 from quire.models.tensors.stored_tensor import StoredTensor
 
@@ -80,7 +76,7 @@ def inspect(checkpoint: Checkpoint, model_impl: str = "auto") -> Inspection:
     """Describe a checkpoint from its headers, without reading weights; for `model_impl`, see `ModelConfig`."""
     kind, problem = "safetensors" if checkpoint.gguf_fields is None else "GGUF", ""
     num_layers = width = vocab_size = max_position = 0
-    implementation: str = ""
+    implementation = ""
     notes: tuple[str, ...] = ()
     quantized: set[str] = set()
     try:
@@ -88,12 +84,12 @@ def inspect(checkpoint: Checkpoint, model_impl: str = "auto") -> Inspection:
         if quantization is not None:
             kind += f", {type(quantization).__name__}"
             quantized = _quantized_tensors(quantization, checkpoint)
-        spec = _read_spec(checkpoint, model_impl)
-        num_layers = spec.num_layers if isinstance(spec, HostedSpec) else len(spec.layers)
+        spec = read_model(checkpoint.config, model_impl)
         width, vocab_size, max_position = spec.width, spec.vocab_size, spec.max_position
-        implementation, notes = "native", ()
         if isinstance(spec, HostedSpec):
-            implementation, notes = "transformers", spec.notes
+            implementation, num_layers, notes = "transformers", spec.num_layers, spec.notes
+        else:
+            implementation, num_layers = "native", len(spec.layers)
     except ConfigError as error:
         problem = str(error)
     names = checkpoint.config.get("architectures")
@@ -115,11 +111,6 @@ def inspect(checkpoint: Checkpoint, model_impl: str = "auto") -> Inspection:
         implementation,
         notes,
     )
-
-
-def _read_spec(checkpoint: Checkpoint, model_impl: str) -> ModelSpec | HostedSpec | EncoderSpec:
-    config = without_quantization(checkpoint.config)
-    return read_decoder(config, model_impl).spec if find_encoder(config) is None else build_encoder(config)[0]
 
 
 def _quantized_tensors(quantization: StoredQuantization, checkpoint: Checkpoint) -> set[str]:

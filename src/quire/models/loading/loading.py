@@ -74,7 +74,7 @@ def load_decoder(
         CheckpointError: a tensor or a field is missing or wrong.
     """
     _check_packing(weight_packing, dtype)
-    spec, weight_map = read_decoder(without_quantization(checkpoint.config), model_impl)
+    spec, weight_map = read_decoder(checkpoint.config, model_impl)
     if max_model_len is not None:
         spec = spec.for_context(max_model_len)
     torch_device = torch.device(device)
