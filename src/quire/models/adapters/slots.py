@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from quire.models.adapters.memory import AdapterMemory, MemoryClaim
 from quire.models.adapters.names import module_key
 from quire.models.adapters.peft_folder import Matrices, ModuleShape, read_peft
 from quire.models.checkpoints.tensor_reader import WEIGHT
-from quire.models.modules.weight_slots import AdaptedRows, WeightTable
+from quire.models.modules.causal_model import CausalModel
+from quire.models.modules.weight_slots import AdaptedRows
 from quire.models.specs.sharding import Range, Split
 from quire.models.specs.spec import WeightMap
 from quire.ops.interface.adapted_experts import ExpertAdapters
-from quire.ops.interface.adapted_linear import AdaptedLinear, StepAdapters
+from quire.ops.interface.adapted_linear import AdaptedLinear
 from quire.ops.interface.lora import LoraPart, LoraWeight
-from quire.ops.interface.ops import Ops
 from quire.ops.interface.weight_memory import WeightMemory
 
 # The output head takes no adapters, since its inputs are not the rows of a step.
@@ -83,24 +83,6 @@ class _AdaptedExperts(NamedTuple):
     columns: Range | None
 
 
-class AdaptedModel(Protocol):
-    """A decoder whose linear layers can take adapters; see `quire.models.modules.decoder.Decoder`."""
-
-    step_adapters: StepAdapters
-
-    @property
-    def ops(self) -> Ops: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def weights(self) -> WeightTable: ...
-
-    def fuse_adapted(self) -> None:
-        """Prepare for steps with adapters, once all layers take them."""
-
-
 class AdapterSlots:
     """The adapters of a decoder.
 
@@ -125,7 +107,7 @@ class AdapterSlots:
 
     def __init__(
         self,
-        decoder: AdaptedModel,
+        decoder: CausalModel,
         weight_map: WeightMap,
         row_count: Callable[[str], int],
         max_rank: int,
@@ -161,7 +143,7 @@ class AdapterSlots:
         decoder.fuse_adapted()
 
     def _adapt_experts(
-        self, decoder: AdaptedModel, splits: Mapping[str, Split], own_name: Callable[[str], str]
+        self, decoder: CausalModel, splits: Mapping[str, Split], own_name: Callable[[str], str]
     ) -> dict[str, _AdaptedExperts]:
         """Make layers of experts take adapters, and return them by the names of their weights in the whole model."""
         adapted = {}
@@ -176,7 +158,7 @@ class AdapterSlots:
             adapted[name] = _AdaptedExperts(layer, taker.adapt(decoder.ops, decoder.step_adapters), columns)
         return adapted
 
-    def _wrap(self, decoder: AdaptedModel, adapted: AdaptedRows, num_modules: int) -> int:
+    def _wrap(self, decoder: CausalModel, adapted: AdaptedRows, num_modules: int) -> int:
         """Wrap a linear layer, which joins `num_modules` modules, and return its index."""
         projection = adapted.projection
         layer = decoder.ops.make_lora(projection.slots["weight"].shape[0], num_modules * self._max_rank)

@@ -7,7 +7,7 @@ tensors become readings of the mapped files; others are run on the tensors by tr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -203,7 +203,5 @@ def _chunks(source: Reading, dim: int, names: Sequence[str], sizes: Sequence[int
             f"tensor {shown(source.names[0])} of shape {list(source.shape)} does not divide into {len(names)} parts of "
             f"{list(sizes)} on dimension {dim}"
         )
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    return {name: [ChunkReading(source, dim, *bounds)] for name, bounds in zip(names, pairwise(ends), strict=True)}
+    bounds = pairwise(accumulate(sizes, initial=0))
+    return {name: [ChunkReading(source, dim, *ends)] for name, ends in zip(names, bounds, strict=True)}

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from quire.distributed.rank_group import RankGroup
 from quire.models.hosted.body import HostedHead, run_body
+from quire.models.hosted.choice import one_process_only
 from quire.models.hosted.interface import HostedMask, hosted_by
 from quire.models.modules.blocks import OutputRows
 from quire.models.modules.pooled_heads import PooledHeads
@@ -227,5 +228,5 @@ class HostedDecoder:
         """Do nothing: the modules run layer by layer, with adapters and without."""
 
     def serve_head(self) -> None:
-        """Raise: only ranks that share a model serve its head."""
-        raise NotImplementedError("modules of transformers run in one process")
+        """Refuse: only ranks that share a model serve its head."""
+        raise one_process_only()

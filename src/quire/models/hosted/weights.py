@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quire.errors import CheckpointError, shown
 from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.checkpoints.finite_values import check_finite, place_of
+from quire.models.checkpoints.finite_values import MOST_BROKEN_ROWS, check_finite, place_of
 from quire.models.checkpoints.tensor_reader import WEIGHT, TensorReader, join_parts
 from quire.models.hosted.conversions import read_conversions
 from quire.models.hosted.linear import UNWATCHED, LayerUse, is_transposed
@@ -20,8 +20,6 @@ from quire.models.hosted.readings import Reading, row_parts
 from quire.models.modules.weight_slots import WeightTable
 from quire.ops.interface.ops import Ops
 
-# Share of the sampled values of an embedding that may be infinite or NaN: some rows are of unused tokens.
-MOST_BROKEN_ROWS: Final = 0.5
 # Stored tensors that no module needs: scales of activations, keys and values, and what older versions of transformers
 # stored although modules compute it.
 HARMLESS: Final = (

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.errors import CheckpointError, shown
 from quire.models.adapters.merging import MergedAdapter
 from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.checkpoints.finite_values import check_finite, place_of
+from quire.models.checkpoints.finite_values import MOST_BROKEN_ROWS, check_finite, place_of
 from quire.models.checkpoints.tensor_reader import TensorReader, join_parts
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.encoder import Encoder
@@ -21,9 +21,7 @@ from quire.models.specs.spec import WeightMap
 from quire.models.tensors.dtypes import DTYPES, STORED_DTYPES
 from quire.models.tensors.layer_weight import LayerWeight
 
-# A NaN in a row of an embedding fails only requests with its token; some checkpoints have such rows for unused tokens.
 EMBEDDING = "embedding.weight"
-MOST_BROKEN_ROWS = 0.5
 # Suffixes of tensors that no model needs: they are left over from training, or tied to a tensor that is read. Stored
 # scales of activations, keys and values are not used, because these are quantised by their own scales here.
 HARMLESS_SUFFIXES = (

@@ -80,5 +80,8 @@ class CausalModel(Protocol):
     def draft_tokens(self, hidden: Tensor) -> Tensor:
         """Return the likeliest token [R] after each row of `hidden` [R, E]."""
 
+    def fuse_adapted(self) -> None:
+        """Prepare for steps with adapters, once all layers take them."""
+
     def serve_head(self) -> None:
         """Compute this rank's logits of rows that rank 0 sends, until it sends commands."""
