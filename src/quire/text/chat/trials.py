@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 # A user's message, after which the assistant's begins.
 QUESTION: Final = "kqask?"
@@ -12,6 +14,36 @@ ASK: Final[Mapping[str, str]] = {"role": "user", "content": QUESTION}
 THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
 # Characters with which marks end.
 MARK_ENDS: Final = ">]\n"
+
+FormatT = TypeVar("FormatT")
+
+
+class Detection(NamedTuple, Generic[FormatT]):
+    """The format that a chat template shows, of calls or of thinking.
+
+    Args:
+        form: the format; None if the template shows none, or none that is known.
+        reason: the way in which the template shows it, or the reason why none is known; the end of a sentence.
+    """
+
+    form: FormatT | None
+    reason: str
+
+
+class Detections(Generic[FormatT]):
+    """The formats of templates by name, each found once."""
+
+    def __init__(self) -> None:
+        self._found: WeakKeyDictionary[object, dict[str, Detection[FormatT]]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def of(self, template: object, name: str, detect: Callable[[], Detection[FormatT]]) -> Detection[FormatT]:
+        """Return the format under a name, which `detect` finds; several threads may find it at the same time."""
+        with self._lock:
+            found = self._found.setdefault(template, {})
+        if name not in found:
+            found[name] = detect()
+        return found[name]
 
 
 class TemplateTrial(NamedTuple):
@@ -33,6 +65,16 @@ class TemplateTrial(NamedTuple):
         """Return the variables of the template, except for the messages."""
         switches = {} if self.thinks is None else dict.fromkeys(THINKING_SWITCHES, self.thinks)
         return {**switches, "documents": None, "tools": self.tools, "add_generation_prompt": self.begins}
+
+
+def call_of(name: str, arguments: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
+    """Return a call of an assistant's message, with an id that all templates accept."""
+    return {"id": f"kqcall{number:03}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_of(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the definition of a function for a template."""
+    return {"type": "function", "function": {"name": name, "description": "kqtool", "parameters": parameters}}
 
 
 def header_of(prompt: str | None) -> str:

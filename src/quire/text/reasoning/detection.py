@@ -7,14 +7,12 @@ shows the marks to the model.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Final, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Final
 
 from quire.sequences.thinking import ThinkingPhase
 from quire.text.chat.chat_template import ChatTemplate
-from quire.text.chat.trials import ASK, TemplateTrial, answer_in, header_of
+from quire.text.chat.trials import ASK, Detection, Detections, TemplateTrial, answer_in, call_of, header_of, tool_of
 from quire.text.reasoning.formats import REASONING_FORMATS
 from quire.text.reasoning.parser import ReasoningFormat
 from quire.text.reasoning.tags import ReasoningTags
@@ -22,11 +20,10 @@ from quire.text.reasoning.tags import ReasoningTags
 THOUGHT: Final = "kqthought"
 ANSWER: Final = "kqanswer"
 _SPOKEN: Final = {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
-_CALL: Final = {"id": "kqcall000", "type": "function", "function": {"name": ANSWER, "arguments": {}}}
+_CALL: Final = call_of(ANSWER, {})
 _CALLED: Final = {"role": "assistant", "content": "", "reasoning_content": THOUGHT, "tool_calls": [_CALL]}
-_RESULT: Final = {"role": "tool", "tool_call_id": "kqcall000", "name": ANSWER, "content": "kqresult"}
-_NOTHING: Final = {"type": "object", "properties": {}}
-_TOOL: Final = {"type": "function", "function": {"name": ANSWER, "description": "kqtool", "parameters": _NOTHING}}
+_RESULT: Final = {"role": "tool", "tool_call_id": _CALL["id"], "name": ANSWER, "content": "kqresult"}
+_TOOL: Final = tool_of(ANSWER, {"type": "object", "properties": {}})
 _LATER: Final = {"role": "assistant", "content": "kqlater"}
 _PROMPTS: Final = [TemplateTrial([ASK], begins=True, thinks=thinks) for thinks in (None, True, False)]
 # Some templates write thoughts only while thinking is on, or only beside calls.
@@ -37,23 +34,10 @@ _WRITTEN: Final = [
 ]
 
 
-class ThinkingDetection(NamedTuple):
-    """The format of thinking that a chat template shows.
-
-    Args:
-        form: the format; None if the template shows no thinking, or none of a known format.
-        reason: the way in which the template shows it; the end of a sentence.
-    """
-
-    form: ReasoningFormat | None
-    reason: str
+_DETECTIONS: Final = Detections[ReasoningFormat]()
 
 
-_found: WeakKeyDictionary[ChatTemplate, ThinkingDetection] = WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def choose_reasoning_format(name: str, template: ChatTemplate) -> ThinkingDetection:
+def choose_reasoning_format(name: str, template: ChatTemplate) -> Detection[ReasoningFormat]:
     """Return the format of the thinking of a model, found once for each template.
 
     Args:
@@ -61,17 +45,11 @@ def choose_reasoning_format(name: str, template: ChatTemplate) -> ThinkingDetect
         template: the model's template.
     """
     if name != "auto":
-        return ThinkingDetection(REASONING_FORMATS.get(name), "as it is set")
-    with _lock:
-        found = _found.get(template)
-    if found is None:
-        found = _detect(template, list(REASONING_FORMATS.values()))
-        with _lock:
-            _found[template] = found
-    return found
+        return Detection(REASONING_FORMATS.get(name), "as it is set")
+    return _DETECTIONS.of(template, name, lambda: _detect(template, list(REASONING_FORMATS.values())))
 
 
-def _detect(template: ChatTemplate, forms: Sequence[ReasoningFormat]) -> ThinkingDetection:
+def _detect(template: ChatTemplate, forms: Sequence[ReasoningFormat]) -> Detection[ReasoningFormat]:
     kept = _split_trial(THOUGHT + ANSWER)
     marked = [_split_trial(f"{form.start}{THOUGHT}{form.end}{ANSWER}") for form in forms]
     texts = template.try_all([*_PROMPTS, *_WRITTEN, kept, *marked])
@@ -83,22 +61,22 @@ def _detect(template: ChatTemplate, forms: Sequence[ReasoningFormat]) -> Thinkin
     forms = _told_apart(forms, shown)
     for form in forms:
         if any(_reads(form, answer_in(text, header), header) for text in written for header in headers):
-            return ThinkingDetection(form, "in which the chat template writes thoughts")
+            return Detection(form, "in which the chat template writes thoughts")
     for form in forms:
         if any(form.start in header or form.end in header for header in headers):
-            return ThinkingDetection(form, "with which the chat template begins answers")
+            return Detection(form, "with which the chat template begins answers")
     for form in forms:
         text = splits[form.name]
         if THOUGHT in without_marks and text is not None and ANSWER in text and THOUGHT not in text:
-            return ThinkingDetection(form, "which the chat template drops from earlier messages")
+            return Detection(form, "which the chat template drops from earlier messages")
     for form in forms:
         if any(form.start in prompt and form.end in prompt for prompt in prompts):
-            return ThinkingDetection(form, "which the instructions of the chat template show")
+            return Detection(form, "which the instructions of the chat template show")
     literals = template.literals if None in written else ""
     for form in forms:
         if form.start in literals and form.end in literals:
-            return ThinkingDetection(form, "whose marks are in the chat template")
-    return ThinkingDetection(None, "the chat template shows none")
+            return Detection(form, "whose marks are in the chat template")
+    return Detection(None, "the chat template shows none")
 
 
 def _told_apart(forms: Sequence[ReasoningFormat], shown: str) -> list[ReasoningFormat]:

@@ -13,16 +13,24 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary
 
 from quire.sequences.structured import GrammarSource
 from quire.sequences.thinking import ThinkingPhase
 from quire.text.chat.chat_template import ChatTemplate
-from quire.text.chat.trials import ASK, TemplateTrial, after, answer_in, header_of
+from quire.text.chat.trials import (
+    ASK,
+    Detection,
+    Detections,
+    TemplateTrial,
+    after,
+    answer_in,
+    call_of,
+    header_of,
+    tool_of,
+)
 from quire.text.reasoning.harmony import HarmonyParser
 from quire.text.structured.compiled_grammar import accepts_beginning
 from quire.text.tool_calls.calls import CallDelta, Function, Piece, merge
@@ -86,54 +94,40 @@ TRIALS: Final = (
 )
 
 
-class Detection(NamedTuple):
-    """The format of calls that a chat template shows.
-
-    Args:
-        form: the format; None if it is not known.
-        reason: the way in which the template shows it, or the reason why none is known; the end of a sentence.
-    """
-
-    form: ToolFormat | None
-    reason: str
+_DETECTIONS: Final = Detections[ToolFormat]()
 
 
-_found: WeakKeyDictionary[ChatTemplate, dict[str, Detection]] = WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def choose_format(name: str, template: ChatTemplate) -> Detection:
+def choose_format(name: str, template: ChatTemplate) -> Detection[ToolFormat]:
     """Return the format of the calls of a model, found once for each template.
 
     Args:
         name: a format of `FORMATS`, whose markup is found; "auto" for the one that the template shows.
         template: the model's template.
     """
-    with _lock:
-        found = _found.setdefault(template, {})
-    if name not in found:
+
+    def detect() -> Detection[ToolFormat]:
         if name == "auto":
-            found[name] = _detect(template, list(FORMATS.values()))
-        else:
-            found[name] = Detection(_detect(template, [FORMATS[name]]).form or FORMATS[name], "as it is set")
-    return found[name]
+            return _detect(template, FORMATS.values())
+        return Detection(_detect(template, [FORMATS[name]]).form or FORMATS[name], "as it is set")
+
+    return _DETECTIONS.of(template, name, detect)
 
 
-def _detect(template: ChatTemplate, forms: Sequence[ToolFormat]) -> Detection:
-    template = template.for_tools
+def _detect(template: ChatTemplate, forms: Iterable[ToolFormat]) -> Detection[ToolFormat]:
+    template, variants = template.for_tools, [variant for form in forms for variant in _variants(form)]
     answers, instructions = _rendered(template)
     written = answers[0] or ""
-    if ranked := rank([variant for form in forms for variant in _variants(form)], answers):
+    if ranked := rank(variants, answers):
         return Detection(ranked[0], "in which the chat template writes calls")
-    if shown := _shown(forms, instructions or ""):
+    if shown := _shown(variants, instructions or ""):
         return Detection(shown[0], "which the instructions of the chat template show")
     if PLACE in written:
-        nearest = _nearest(forms, written)
+        nearest = _nearest(variants, written)
         why = "the chat template writes calls in a format that is not known"
         return Detection(None, why if nearest is None else f"{why}; the nearest one is {nearest}")
     if instructions is None:
         return Detection(None, "the chat template cannot be rendered with tools")
-    if answers[0] is None and (shown := _shown(forms, template.literals)):
+    if answers[0] is None and (shown := _shown(variants, template.literals)):
         return Detection(shown[0], "whose marks the chat template has, although it refuses messages with calls")
     return Detection(None, "the chat template writes no calls, and its instructions show no format")
 
@@ -149,19 +143,13 @@ def _rendered(template: ChatTemplate) -> tuple[list[str | None], str | None]:
 
 def message_of(calls: Calls) -> dict[str, Any]:
     """Return the assistant's message with calls, whose ids all templates accept."""
-    written = [
-        {"id": f"kqcall{number:03}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for number, (name, arguments) in enumerate(calls)
-    ]
+    written = [call_of(name, arguments, number) for number, (name, arguments) in enumerate(calls)]
     return {"role": "assistant", "content": "", "tool_calls": written}
 
 
 def definitions_of(functions: Iterable[Function]) -> list[dict[str, Any]]:
     """Return the definitions of functions for a template."""
-    return [
-        {"type": "function", "function": {"name": one.name, "description": "kqtool", "parameters": one.parameters}}
-        for one in functions
-    ]
+    return [tool_of(one.name, one.parameters) for one in functions]
 
 
 def _variants(form: ToolFormat) -> list[ToolFormat]:
@@ -246,10 +234,9 @@ def _shown(forms: Iterable[ToolFormat], text: str) -> list[ToolFormat]:
     """Return the formats all of whose fixed texts are in a text, the one with the longest ones first."""
     shown = []
     for form in forms:
-        for variant in _variants(form):
-            marks = _marks(variant)
-            if all(mark in text for mark in marks) and _is_told(variant, text):
-                shown.append((-sum(map(len, marks)), variant))
+        marks = _marks(form)
+        if all(mark in text for mark in marks) and _is_told(form, text):
+            shown.append((-sum(map(len, marks)), form))
     shown.sort(key=lambda one: one[0])
     return [form for _, form in shown]
 
@@ -257,10 +244,10 @@ def _shown(forms: Iterable[ToolFormat], text: str) -> list[ToolFormat]:
 def _nearest(forms: Iterable[ToolFormat], text: str) -> str | None:
     """Return the name of the format most of whose fixed texts are in a text; None if no format has half of them."""
     shares = []
-    for variant in (variant for form in forms for variant in _variants(form)):
-        marks = _marks(variant)
+    for form in forms:
+        marks = _marks(form)
         share = sum(len(mark) for mark in marks if mark in text) / max(1, sum(map(len, marks)))
-        shares.append((share, variant.name))
+        shares.append((share, form.name))
     share, name = max(shares)
     return name if share >= 0.5 else None
 

@@ -21,14 +21,14 @@ from quire.text.tool_calls.markup import (
 from quire.text.tool_calls.markup_grammar import markup_grammar
 from quire.text.tool_calls.markup_reader import BlockReader
 from quire.text.tool_calls.parser import CallReader, ToolFormat
-from quire.text.tool_calls.value_grammar import BARE_KEY, ValueSyntax
+from quire.text.tool_calls.value_grammar import BARE_KEY, KEY_CHARS, ValueSyntax
 
 # Gemma 4's template writes `None`.
 GEMMA_WORDS = {**JSON_WORDS, "null": BOTH_WORDS["null"]}
 PYTHON_VALUES = ValueSyntax(words=BOTH_WORDS, comma=", ", colon=": ", has_single_quotes=True)
 PYTHON_KEYS = replace(PYTHON_VALUES, colon="=", bare_key=BARE_KEY)
 GEMMA_VALUES = ValueSyntax(
-    words=GEMMA_WORDS, comma=",", colon=":", bare_key=BARE_KEY.replace("_.", "_.$"), quote='<|"|>', is_sorted=True
+    words=GEMMA_WORDS, comma=",", colon=":", bare_key=f"[${KEY_CHARS}]{{1,64}}", quote='<|"|>', is_sorted=True
 )
 
 # Hermes 2 Pro; Qwen 2.5 and 3.

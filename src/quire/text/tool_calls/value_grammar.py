@@ -21,9 +21,10 @@ ABILITIES = Abilities(has_name_patterns=False)
 # A JSON string with short escapes only, so that each key has one spelling.
 QUOTED_KEY = r'"([^"\\\x00-\x1f]|\\["\\nrtbf])*"'
 APOSTROPHE = "'"
-# A key without quotes: letters and digits of any script. The range is written out, since the classes \w of Python's
-# regular expressions and of the grammars' differ.
-BARE_KEY = r"[a-zA-Z0-9_.\u00a1-\U0010ffff-]{1,64}"
+# Characters of a key without quotes: letters and digits of any script. The range is written out, since the classes \w
+# of Python's regular expressions and of the grammars' differ.
+KEY_CHARS = r"a-zA-Z0-9_.\u00a1-\U0010ffff-"
+BARE_KEY = f"[{KEY_CHARS}]{{1,64}}"
 # A string of Python without escapes.
 SINGLE_QUOTED = r"'[^'\\]*'"
 
