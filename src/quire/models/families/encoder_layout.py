@@ -113,13 +113,11 @@ def with_classifier(
     return replace(spec, classifier=head), names
 
 
-def with_token_classifier(
-    config: HFConfig, spec: EncoderSpec, names: WeightMap, output: str = "classifier"
-) -> tuple[EncoderSpec, WeightMap]:
+def with_token_classifier(config: HFConfig, spec: EncoderSpec, names: WeightMap) -> tuple[EncoderSpec, WeightMap]:
     """Add a head over each token: an output layer with biases."""
     labels = read_labels(config)
     head = ClassifierHead(labels, "tokens", read_scores(config, len(labels)))
-    names |= {f"classifier.output.{kind}": (f"{output}.{kind}",) for kind in ("weight", "bias")}
+    names |= {f"classifier.output.{kind}": (f"classifier.{kind}",) for kind in ("weight", "bias")}
     return replace(spec, classifier=head), names
 
 

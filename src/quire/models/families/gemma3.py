@@ -14,6 +14,7 @@ from quire.models.families.hf_config import (
     read_max_position,
     read_rope_part,
     read_windows,
+    text_config,
 )
 from quire.models.families.llama_layout import map_weights, read_attention
 from quire.models.specs.rotations import Rope
@@ -77,8 +78,7 @@ def gemma3(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
 def gemma3_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read the language model of a `Gemma3ForConditionalGeneration`, without the vision encoder."""
     config.require("tie_word_embeddings", None, True)
-    text = config.part("text_config")
-    return gemma3(text if text is not None else HFConfig({}, "text_config."), "language_model.model")
+    return gemma3(text_config(config), "language_model.model")
 
 
 def _read_ropes(config: HFConfig) -> tuple[Rope, Rope]:

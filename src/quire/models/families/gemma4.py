@@ -20,6 +20,7 @@ from quire.models.families.hf_config import (
     read_layer_kinds,
     read_max_position,
     read_rope_part,
+    text_config,
 )
 from quire.models.families.layer_fields import read_layers, read_sources
 from quire.models.families.llama_layout import HEAD_NORMS, MLP, OUTPUT, QKV, map_ends, map_modules, read_attention
@@ -119,7 +120,7 @@ def gemma4(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
 def gemma4_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read the language model of a `Gemma4ForConditionalGeneration`, without the vision and audio encoders."""
     config.require("tie_word_embeddings", None, True)
-    text = config.part("text_config") or HFConfig({}, "text_config.")
+    text = text_config(config)
     return gemma4(text.changed({LINEAR_EXPERTS: config.flag(LINEAR_EXPERTS, False)}), "model.language_model")
 
 

@@ -209,6 +209,11 @@ def read_rope_part(config: HFConfig, part: HFConfig | None, default_theta: float
     return Rope(part.number("rope_theta", default_theta), _read_scaling(config, part))
 
 
+def text_config(config: HFConfig) -> HFConfig:
+    """Return the configuration of the language model inside another one; one without fields if there is none."""
+    return config.part("text_config") or HFConfig({}, "text_config.")
+
+
 def read_num_turned(config: HFConfig, part: HFConfig, head_dim: int, default: float) -> int:
     """Read the number of leading values of a head that are rotated, from `partial_rotary_factor`."""
     name = "partial_rotary_factor"

@@ -15,9 +15,18 @@ from quire.models.families.hf_config import (
     read_layer_kinds,
     read_max_position,
     read_rope,
+    text_config,
 )
 from quire.models.families.layer_fields import read_expert_layers, read_turned
-from quire.models.families.llama_layout import NORMS, OUTPUT, QKV, map_ends, map_modules, read_attention
+from quire.models.families.llama_layout import (
+    NORMS,
+    OUTPUT,
+    QKV,
+    map_ends,
+    map_modules,
+    read_attention,
+    renamed_sources,
+)
 from quire.models.specs.rotations import Temperature
 from quire.models.specs.spec import Attention, Experts, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
@@ -93,9 +102,9 @@ def llama4(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 def llama4_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read the language model of a `Llama4ForConditionalGeneration`, without the vision encoder."""
     config.require("tie_word_embeddings", None, False)
-    text = config.part("text_config") or HFConfig({}, "text_config.")
+    text = text_config(config)
     spec, names = llama4(text.changed({LINEAR_EXPERTS: config.flag(LINEAR_EXPERTS, False)}))
-    return spec, {name: tuple(f"language_model.{source}" for source in sources) for name, sources in names.items()}
+    return spec, renamed_sources(names, "language_model.".__add__)
 
 
 def _read_mixers(config: HFConfig) -> list[Attention]:

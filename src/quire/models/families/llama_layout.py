@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -121,6 +121,11 @@ def map_weights(
         if attention.qk_norm is not None:
             names |= map_modules(*layer_names, HEAD_NORMS)
     return names
+
+
+def renamed_sources(names: WeightMap, rename: Callable[[str], str]) -> WeightMap:
+    """Return a weight map whose tensors have other names in the checkpoint."""
+    return {name: tuple(map(rename, sources)) for name, sources in names.items()}
 
 
 def map_ends(spec: ModelSpec, prefix: str = "model", norm: str = "norm") -> WeightMap:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from quire.errors import UnsupportedModel, shown
-from quire.models.families.hf_config import FULL, WINDOWED, HFConfig, refuse_layer_types
-from quire.models.families.llama_layout import read_llama_layout
+from quire.models.families.hf_config import FULL, WINDOWED, HFConfig, refuse_layer_types, text_config
+from quire.models.families.llama_layout import read_llama_layout, renamed_sources
 from quire.models.specs.rotations import Temperature
 from quire.models.specs.spec import Attention, ModelSpec, WeightMap
 
@@ -41,7 +41,7 @@ def ministral3(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
 def mistral3_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read the language model of a `Mistral3ForConditionalGeneration`, without the vision encoder."""
-    text = config.part("text_config") or HFConfig({}, "text_config.")
+    text = text_config(config)
     kind = text.text("model_type", "mistral")
     if kind not in TEXT_MODELS:
         raise UnsupportedModel(
@@ -50,7 +50,7 @@ def mistral3_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]
             field="model_type",
         )
     spec, names = TEXT_MODELS[kind](text.filled({"tie_word_embeddings": config.flag("tie_word_embeddings", False)}))
-    return spec, {name: tuple(f"language_model.{source}" for source in sources) for name, sources in names.items()}
+    return spec, renamed_sources(names, "language_model.".__add__)
 
 
 # Kind of the language model of a `Mistral3ForConditionalGeneration` -> reader of its configuration.

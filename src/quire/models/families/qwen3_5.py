@@ -13,6 +13,7 @@ from quire.models.families.hf_config import (
     read_layer_kinds,
     read_max_position,
     read_partial_rope,
+    text_config,
 )
 from quire.models.families.llama_layout import (
     HEAD_NORMS,
@@ -98,7 +99,7 @@ def qwen3_5(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightM
 
 def qwen3_5_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read the language model of a `Qwen3_5ForConditionalGeneration`, without the vision encoder."""
-    text = config.part("text_config") or HFConfig({}, "text_config.")
+    text = text_config(config)
     # `tie_word_embeddings` is a field of the outer object.
     is_tied = config.flag("tie_word_embeddings", False)
     return qwen3_5(text.changed({"tie_word_embeddings": is_tied}), "model.language_model")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from quire.models.families.expert_layout import LINEAR_EXPERTS, read_counts, with_experts
-from quire.models.families.hf_config import HFConfig
+from quire.models.families.hf_config import HFConfig, text_config
 from quire.models.families.llama_layout import map_modules
 from quire.models.families.qwen3_5 import qwen3_5
 from quire.models.specs.spec import Experts, ModelSpec, WeightMap
@@ -59,7 +59,7 @@ def qwen3_5_moe(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, Wei
 
 def qwen3_5_moe_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read the language model of a `Qwen3_5MoeForConditionalGeneration`, without the vision encoder."""
-    text = config.part("text_config") or HFConfig({}, "text_config.")
+    text = text_config(config)
     # Fields of the outer object.
     whole = {name: config.flag(name, False) for name in ("tie_word_embeddings", LINEAR_EXPERTS)}
     return qwen3_5_moe(text.changed(whole), "model.language_model")

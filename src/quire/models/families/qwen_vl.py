@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Final
 
 from quire.models.families.expert_layout import LINEAR_EXPERTS, ROW_EXPERTS
-from quire.models.families.hf_config import HFConfig
+from quire.models.families.hf_config import HFConfig, text_config
+from quire.models.families.llama_layout import renamed_sources
 from quire.models.families.qwen2 import qwen2
 from quire.models.families.qwen3 import qwen3
 from quire.models.families.qwen3_moe import ExpertStorage, qwen3_moe
@@ -38,18 +41,11 @@ def qwen3_vl_moe(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
 def _read_text(config: HFConfig) -> HFConfig:
     """Return the configuration of the language model, whose head is tied if the outer object says so."""
-    text = config.part("text_config") or HFConfig({}, "text_config.")
+    text = text_config(config)
     return text.changed({TIED: config.flag(TIED, False)})
 
 
 def _with_prefix(read: tuple[ModelSpec, WeightMap]) -> tuple[ModelSpec, WeightMap]:
     """Give tensors the prefix of a language model inside of another."""
     spec, names = read
-    prefix = "model."
-    return spec, {
-        name: tuple(
-            f"{prefix}language_model.{source.removeprefix(prefix)}" if source.startswith(prefix) else source
-            for source in sources
-        )
-        for name, sources in names.items()
-    }
+    return spec, renamed_sources(names, partial(re.sub, r"^model\.", "model.language_model."))
