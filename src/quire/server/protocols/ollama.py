@@ -35,11 +35,11 @@ from quire.server.protocols.chat_protocols import (
 )
 from quire.server.protocols.completions import read_completion
 from quire.server.requests.errors import REQUEST_ID, ApiError
-from quire.server.requests.fields import TEXT_ONLY, Fields, Refusal, RouteFields
+from quire.server.requests.fields import Fields, MediaRefusal, Refusal, RouteFields
 from quire.server.state.state import ServerState
 from quire.text.tool_calls import CallDelta
 
-NO_IMAGES: Refusal = (([],), TEXT_ONLY)
+NO_IMAGES: Refusal = MediaRefusal()
 # The options of a request, and their names in a chat.
 OPTIONS: Mapping[str, str] = {
     "num_predict": "max_tokens",

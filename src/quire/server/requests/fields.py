@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.config.hints import hint_for
 from quire.errors import InvalidParameter, UnsupportedFeature, UnsupportedPart
@@ -28,8 +28,13 @@ def warn_once(topic: str, message: str, *args: object) -> None:
 
 # The neutral values of a field, and the reason why all others are refused.
 Refusal = tuple[tuple[Any, ...], str]
-# The reason for a refusal of parts that are no text.
-TEXT_ONLY = "the model reads text only"
+
+
+class MediaRefusal(NamedTuple):
+    """The refusal of a field with images or other media: the error names the kind of part, and the model."""
+
+    neutral: tuple[Any, ...] = ([],)
+    why: str = "the model reads text only"
 
 
 @dataclass(frozen=True)
@@ -134,10 +139,11 @@ class Fields:
         for field, value in self._values.items():
             if field not in unsupported or value is None:
                 continue
-            neutral, why = unsupported[field]
+            refusal = unsupported[field]
+            neutral, why = refusal
             # The type counts too: 0 and False are equal in Python.
             if not any(value == same and type(value) is type(same) for same in neutral):
-                if why == TEXT_ONLY:
+                if isinstance(refusal, MediaRefusal):
                     raise UnsupportedPart(self.name(field), field.removesuffix("s"))
                 raise UnsupportedFeature(self.name(field), why)
 
