@@ -1,7 +1,7 @@
 """Tool calls in a model's output: the parser of each format, and the grammar that constrains the output."""
 
 from quire.text.tool_calls.calls import CallDelta, Function, merge
-from quire.text.tool_calls.detection import Detection, choose_format
+from quire.text.tool_calls.detection import choose_format
 from quire.text.tool_calls.formats import FORMATS
 from quire.text.tool_calls.grammar import CallRules
 from quire.text.tool_calls.parser import CallParser, ToolFormat
@@ -14,7 +14,6 @@ __all__ = [
     "CallDelta",
     "CallParser",
     "CallRules",
-    "Detection",
     "Function",
     "SampleCalls",
     "ToolCall",
