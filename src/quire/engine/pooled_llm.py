@@ -27,6 +27,7 @@ from quire.engine.outputs.pooled_outputs import (
 from quire.engine.scoring import CLASSES, TOKEN_CLASSES, class_scores, make_score_job, token_scores
 from quire.errors import InvalidParameter, RequestError
 from quire.models.checkpoints.pooling_config import PoolingConfig
+from quire.models.specs.pooled_spec import ClassifierHead
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams, PromptedText
@@ -185,16 +186,15 @@ class PooledLLM(ABC):
             RequestError, WorkerError: see `embed`.
         """
         head = self.pooling.require_classes(of_tokens=False)
-        limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
-        class_scores(head, [0.0], use_activation=use_activation)  # refuse a wrong value before any request runs
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
+        outputs = self._run_head(prompts, CLASSES, head, truncate_prompt_tokens, use_activation, options)
         return [
             ClassificationRequestOutput(
                 output.request_id,
                 ClassificationOutput(class_scores(head, pooled_values(output), use_activation=use_activation)),
                 output.prompt_token_ids,
             )
-            for output in self._pool(as_prompts(prompts), CLASSES, limit, options)
+            for output in outputs
         ]
 
     def classify_tokens(
@@ -221,16 +221,28 @@ class PooledLLM(ABC):
             RequestError, WorkerError: see `embed`.
         """
         head = self.pooling.require_classes(of_tokens=True)
-        limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
-        class_scores(head, [0.0], use_activation=use_activation)  # refuse a wrong value before any request runs
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         found = []
-        for output in self._pool(as_prompts(prompts), TOKEN_CLASSES, limit, options):
+        for output in self._run_head(prompts, TOKEN_CLASSES, head, truncate_prompt_tokens, use_activation, options):
             token_ids = output.prompt_token_ids
             scores = token_scores(head, pooled_values(output), token_ids, use_activation=use_activation)
             classes = TokenClassificationOutput([*scores], [*scores.values()])
             found.append(TokenClassificationRequestOutput(output.request_id, classes, token_ids))
         return found
+
+    def _run_head(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling,
+        head: ClassifierHead,
+        truncate_prompt_tokens: int | None,
+        use_activation: bool | None,
+        options: dict[str, Any],
+    ) -> list[RequestOutput]:
+        """Return the outputs of a head over prompts; options of their scores are refused before any request runs."""
+        limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
+        class_scores(head, [0.0], use_activation=use_activation)
+        return self._pool(as_prompts(prompts), pooling, limit, options)
 
     def _pool(
         self,
