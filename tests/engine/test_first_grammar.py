@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import re
 from collections.abc import AsyncIterator
@@ -58,9 +57,6 @@ async def stream_beside_the_first_grammar(llm: AsyncLLM) -> tuple[str, int]:
 def test_the_first_grammar_stops_no_stream(byte_fallback_folder: Path) -> None:
     async def scenario() -> tuple[str, int]:
         async with serving(byte_fallback_folder) as llm:
-            # As a server does: one pass of the collector takes as long.
-            gc.collect()
-            gc.freeze()
             with watch_holds() as holds:
                 answer = await stream_beside_the_first_grammar(llm)
             assert holds.longest_s < LONGEST_HOLD_S
