@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
-from transformers import FalconH1Config, Lfm2Config
+import torch
+from transformers import FalconH1Config, Lfm2Config, NemotronHConfig, NemotronHForCausalLM
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from quire.config import CACHE_DTYPES
@@ -15,6 +17,8 @@ from quire.models.specs.cache_layout import cache_specs
 from quire.models.specs.rotations import Rope
 from quire.models.specs.spec import Attention, Mamba2, ModelSpec, PlainMLP, RMSNorm, ShortConv
 from tests.models.published import CONFIGS, rope_parameter
+from tests.models.test_conformance import assert_same
+from tests.models.tiny import PagedRun, make_tiny, random_tokens, reference_logits
 
 LFM2 = {"architectures": ["Lfm2ForCausalLM"]}
 GRANITE = CONFIGS["Granite 4.0 H-350M"]
@@ -142,6 +146,28 @@ def test_steps_without_limits(limit: object) -> None:
     assert read(GRANITE, time_step_limit=limit) == read(GRANITE)
 
 
+@torch.inference_mode()
+def test_steps_of_nemotron_have_the_limits_that_are_stated_for_steps() -> None:
+    """`time_step_limit`, which has none; transformers limits prompts by `time_step_min`, and decodes by nothing."""
+    tiny, token_ids = make_tiny("nemotron-h"), random_tokens(30)
+    limited = {"time_step_min": 1.5}
+    assert build(tiny.config | limited)[0] == tiny.decoder.spec
+    reference = NemotronHForCausalLM(NemotronHConfig(**tiny.reference.config.to_dict() | limited)).eval()
+    reference.load_state_dict(tiny.reference.state_dict())
+    found = PagedRun(tiny.decoder).step({0: token_ids})[0]
+    assert (reference_logits(reference, token_ids) - found).std() > 0.01 * found.std()
+    mixers = [module for module in reference.modules() if hasattr(module, "time_step_limit")]
+    for mixer in mixers:
+        assert mixer.time_step_limit == (1.5, math.inf)
+        mixer.time_step_limit = reference.config.time_step_limit
+    assert_same(found, reference_logits(reference, token_ids))
+    cache = reference(torch.tensor([token_ids[:20]]), use_cache=True).past_key_values
+    for mixer in mixers:
+        mixer.time_step_limit = (1.5, math.inf)
+    decoded = [reference(torch.tensor([[token]]), cache=cache).logits[0] for token in token_ids[20:]]
+    assert_same(found[20:], torch.cat(decoded))
+
+
 @pytest.mark.parametrize(
     ("field", "config", "changes"),
     [
@@ -160,6 +186,7 @@ def test_steps_without_limits(limit: object) -> None:
         ("hidden_act", FALCON, {"hidden_act": "gelu"}),
         ("time_step_limit", FALCON, {"time_step_limit": [0.001, 0.1]}),
         ("layer_types", LFM2, {"layer_types": ["conv", "sliding_attention"] * 16}),
+        ("time_step_limit", NEMOTRON, {"time_step_limit": [0.001, 0.1]}),
         ("time_step_limit", BAMBA, {"time_step_limit": [0.001, 0.1]}),
         ("rope_type", BAMBA, {"rope_parameters": {"rope_type": "proportional"}}),
         ("mlp_hidden_act", NEMOTRON, {"mlp_hidden_act": "silu"}),

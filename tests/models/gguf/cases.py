@@ -92,6 +92,8 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
     "granite4-options": {},
     "granite4-moe": {},
     "granite4-attention": {},
+    "nemotron-h": {},
+    "nemotron-h-moe": {},
     "falcon-h1": {},
     "falcon-h1-options": {"tie_word_embeddings": False},
 }

@@ -153,11 +153,11 @@ def _squeeze_shared_gates(tensors: Tensors, config: Config) -> Tensors:
     }
 
 
-def _mamba(tensors: Tensors, config: Config) -> Tensors:
+def _mamba(tensors: Tensors, config: Config, module: str = "mamba", groups: str = "mamba_n_groups") -> Tensors:
     """Give the vectors of recurrent layers two dimensions."""
     changed = {}
     for name, values in tensors.items():
-        part = name.rpartition("mamba.")[2]
+        part = name.rpartition(f"{module}.")[2]
         if part == "conv1d.weight":
             values = values.squeeze(1)
         elif part == "A_log":
@@ -165,9 +165,19 @@ def _mamba(tensors: Tensors, config: Config) -> Tensors:
         elif part == "D":
             values = values[:, None]
         elif part == "norm.weight":
-            values = values.reshape(config["mamba_n_groups"], -1)
+            values = values.reshape(config[groups], -1)
         changed[name.replace(".dt_bias", ".dt_proj.bias")] = values
     return changed
+
+
+def _nemotron_h(tensors: Tensors, config: Config) -> Tensors:
+    """Make the changes of recurrent layers, and name experts as other families do, which are then stacked."""
+    changed = _name_choice_biases(_mamba(tensors, config, "mixer", "n_groups"), config)
+    experts = "backbone.", "model.", ".mixer.experts", ".mlp.experts"
+    return {
+        name.replace(*experts[:2]).replace(*experts[2:]) if experts[2] in name else name: values
+        for name, values in changed.items()
+    }
 
 
 def _granite(tensors: Tensors, config: Config) -> Tensors:
@@ -272,4 +282,5 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.GRANITE_MOE: _granite,
     MODEL_ARCH.GRANITE_HYBRID: _granite,
     MODEL_ARCH.FALCON_H1: _falcon_h1,
+    **dict.fromkeys((MODEL_ARCH.NEMOTRON_H, MODEL_ARCH.NEMOTRON_H_MOE), _nemotron_h),
 }

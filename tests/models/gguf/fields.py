@@ -21,6 +21,10 @@ def _granite(config: Config) -> MODEL_ARCH:
     return MODEL_ARCH.GRANITE_MOE if config["num_local_experts"] else MODEL_ARCH.GRANITE
 
 
+def _nemotron_h(config: Config) -> MODEL_ARCH:
+    return MODEL_ARCH.NEMOTRON_H_MOE if "moe" in config["layers_block_type"] else MODEL_ARCH.NEMOTRON_H
+
+
 ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "LlamaForCausalLM": lambda _: MODEL_ARCH.LLAMA,
     "MistralForCausalLM": lambda _: MODEL_ARCH.LLAMA,
@@ -52,7 +56,32 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "Lfm2MoeForCausalLM": lambda _: MODEL_ARCH.LFM2MOE,
     "GraniteMoeHybridForCausalLM": _granite,
     "FalconH1ForCausalLM": lambda _: MODEL_ARCH.FALCON_H1,
+    "NemotronHForCausalLM": _nemotron_h,
 }
+
+
+# Architectures whose files have other widths of MLPs than those of `_add_mlp_width`.
+OWN_MLP_WIDTHS: Final = {MODEL_ARCH.LLAMA4, MODEL_ARCH.NEMOTRON_H, MODEL_ARCH.NEMOTRON_H_MOE}
+# Architectures whose files have the number of KV heads of each layer, 0 without attention.
+KV_HEADS_BY_LAYER: Final = {
+    MODEL_ARCH.LFM2,
+    MODEL_ARCH.LFM2MOE,
+    MODEL_ARCH.GRANITE_HYBRID,
+    MODEL_ARCH.NEMOTRON_H,
+    MODEL_ARCH.NEMOTRON_H_MOE,
+}
+
+
+def common_names(config: Config) -> Config:
+    """Return a configuration with the names of most families for fields that a family names otherwise."""
+    if "layers_block_type" not in config:
+        return config
+    return config | {
+        "layer_types": config["layers_block_type"],
+        "num_hidden_layers": len(config["layers_block_type"]),
+        "rms_norm_eps": config["layer_norm_epsilon"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
 
 
 def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> None:
@@ -65,13 +94,13 @@ def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> 
     writer.add_layer_norm_rms_eps(config["norm_eps"] if "norm_eps" in config else config["rms_norm_eps"])
     head_dim = config.get("head_dim")
     if architecture is not MODEL_ARCH.GEMMA4:
-        if architecture is not MODEL_ARCH.LLAMA4:
+        if architecture not in OWN_MLP_WIDTHS:
             _add_mlp_width(writer, config)
         if head_dim is not None:
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
     kinds = config.get("layer_types") or []
-    if architecture in (MODEL_ARCH.LFM2, MODEL_ARCH.LFM2MOE, MODEL_ARCH.GRANITE_HYBRID):
+    if architecture in KV_HEADS_BY_LAYER:
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == FULL) for kind in kinds])
     elif architecture is not MODEL_ARCH.GEMMA4:
         writer.add_head_count_kv(config["num_key_value_heads"])
@@ -308,6 +337,26 @@ def _mamba(writer: GGUFWriter, config: Config) -> None:
     writer.add_ssm_time_step_rank(config["mamba_n_heads"])
 
 
+def _nemotron_h_fields(writer: GGUFWriter, config: Config) -> None:
+    kinds = config["layers_block_type"]
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    writer.add_rope_scaling_finetuned(False)
+    if "moe" not in kinds:
+        writer.add_feed_forward_length([config["intermediate_size"] * (kind == "mlp") for kind in kinds])
+        return
+    writer.add_feed_forward_length([config["moe_intermediate_size"] * (kind == "moe") for kind in kinds])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_group_count(config["n_group"])
+
+
 FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.LLAMA: _llama,
     MODEL_ARCH.MISTRAL3: _ministral3,
@@ -332,4 +381,6 @@ FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.GRANITE_MOE: _granite_scales,
     MODEL_ARCH.GRANITE_HYBRID: _granite_hybrid,
     MODEL_ARCH.FALCON_H1: _mamba,
+    MODEL_ARCH.NEMOTRON_H: _nemotron_h_fields,
+    MODEL_ARCH.NEMOTRON_H_MOE: _nemotron_h_fields,
 }

@@ -16,7 +16,7 @@ from tests.models.gguf.test_architectures import Written, write
 
 WRONG: tuple[Any, ...] = (None, -1, 0, 3, 2**60, 1.5, float("nan"), float("inf"), True, "x", [], [1], [None] * 4, {})
 NAMES: tuple[str, ...] = ("llama", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "gemma3", "gemma4", "lfm2", "lfm2-moe")
-NAMES += ("granite4", "falcon-h1", "phi3-longrope", "gpt-oss")
+NAMES += ("granite4", "falcon-h1", "phi3-longrope", "gpt-oss", "nemotron-h-moe")
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,19 @@ def test_unknown_rotated_parts_of_heads(folder: Path) -> None:
         floats = {"rope_freqs.weight": [1.0] * 4 + [1e30] * 11 + [end]}
         with pytest.raises(CheckpointError, match=r"rope_freqs\.weight"):
             read_architecture(written.fields, written.shapes, floats.__getitem__)
+
+
+def test_layers_of_nemotron(folder: Path) -> None:
+    """A layer is of the kind of its tensors; one for multi-token prediction, the last, is not part of the model."""
+    written = write("nemotron-h-moe", folder / "nemotron-h-moe")
+    fields, shapes = written.fields, written.shapes
+    expected = read_architecture(fields, shapes)
+    with pytest.raises(UnsupportedModel, match=r"nemotron_h_moe\.moe_latent_size"):
+        read_architecture(fields | {"nemotron_h_moe.moe_latent_size": 32}, shapes)
+    counted = {"nemotron_h_moe.block_count": 6, "nemotron_h_moe.attention.head_count_kv": 2}
+    with pytest.raises(CheckpointError, match=r"block 5 has none of the tensors ssm_out\.weight"):
+        read_architecture(fields | counted, shapes)
+    assert read_architecture(fields | counted | {"nemotron_h_moe.nextn_predict_layers": 1}, shapes) == expected
 
 
 @pytest.mark.parametrize(("name", "architecture"), [("qwen3.5", "qwen35"), ("qwen3.5-moe", "qwen35moe")])

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.models.gguf.changes import CHANGES, Tensors, stack_experts
-from tests.models.gguf.fields import ARCHITECTURES, add_fields, frequency_factors
+from tests.models.gguf.fields import ARCHITECTURES, add_fields, common_names, frequency_factors
 
 # Chooses the type of a matrix, given its name in the file and its shape.
 TypeOf = Callable[[str, tuple[int, ...]], Type]
@@ -40,7 +40,7 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
     Returns:
         `out`.
     """
-    config = AutoConfig.from_pretrained(folder).to_dict()
+    config = common_names(AutoConfig.from_pretrained(folder).to_dict())
     architecture = ARCHITECTURES[config["architectures"][0]](config)
     num_blocks = config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0)
     name_map = gguf.get_tensor_name_map(architecture, num_blocks)

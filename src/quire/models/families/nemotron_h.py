@@ -82,7 +82,8 @@ def _read_kinds(config: HFConfig) -> tuple[str, ...]:
 def _read_mamba(config: HFConfig) -> Mamba2:
     """Read the heads of a recurrent layer, whose steps have no limits.
 
-    `time_step_min` is of the initial weights. transformers limits the steps of prompts by it, not those of decodes.
+    `time_step_limit` states none in published checkpoints, as their own code has none. `time_step_min` is of the
+    initial weights; transformers takes it as a limit of the steps of prompts, but not of decodes.
     """
     config.require("time_step_limit", *NO_LIMITS)
     has_bias = config.flag("use_bias", False)

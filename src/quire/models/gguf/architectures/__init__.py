@@ -20,6 +20,7 @@ from quire.models.gguf.architectures.llama4 import LLAMA4
 from quire.models.gguf.architectures.llama_layout import LLAMA_LAYOUT
 from quire.models.gguf.architectures.mamba import MAMBA_LAYOUT
 from quire.models.gguf.architectures.metadata import Metadata
+from quire.models.gguf.architectures.nemotron_h import NEMOTRON_H
 from quire.models.gguf.architectures.phi3 import PHI3
 from quire.models.gguf.architectures.qwen3_5 import QWEN3_5
 from quire.models.gguf.architectures.sources import Architecture, AxisSwap, Config, Floats, TensorSource, find_sources
@@ -35,6 +36,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     **GLM,
     **LFM2,
     **MAMBA_LAYOUT,
+    **NEMOTRON_H,
     **PHI3,
     **GPT_OSS,
 }

@@ -23,25 +23,36 @@ from quire.models.gguf.architectures.common import (
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import Architecture, Change, Config, Floats, Shapes
 
-MAMBA: Final = {
-    "mamba.in_proj": "ssm_in",
-    "mamba.conv1d": "ssm_conv1d",
-    "mamba.out_proj": "ssm_out",
-    "mamba.norm": "ssm_norm",
-    "mamba.A_log": "ssm_a",
-    "mamba.dt_bias": "ssm_dt.bias",
-    "mamba.D": "ssm_d",
-}
-MAMBA_CHANGES: Final = {
-    "mamba.conv1d.weight": Change(layout="unsqueeze_1"),
-    "mamba.norm.weight": Change(layout="flatten"),
-    "mamba.A_log": Change(transform="log_negated", layout="flatten"),
-    "mamba.D": Change(layout="flatten"),
-}
+
+def mamba_names(module: str) -> dict[str, str]:
+    """Return the names of recurrent layers, whose tensors have the prefix `module` in the family."""
+    names = {
+        "in_proj": "ssm_in",
+        "conv1d": "ssm_conv1d",
+        "out_proj": "ssm_out",
+        "norm": "ssm_norm",
+        "A_log": "ssm_a",
+        "dt_bias": "ssm_dt.bias",
+        "D": "ssm_d",
+    }
+    return {f"{module}.{ours}": theirs for ours, theirs in names.items()}
+
+
+def mamba_changes(module: str) -> dict[str, Change]:
+    """Return the changes of tensors of recurrent layers, which have the prefix `module` in the family."""
+    changes = {
+        "conv1d.weight": Change(layout="unsqueeze_1"),
+        "norm.weight": Change(layout="flatten"),
+        "A_log": Change(transform="log_negated", layout="flatten"),
+        "D": Change(layout="flatten"),
+    }
+    return {f"{module}.{name}": change for name, change in changes.items()}
+
+
 GRANITE: Final[dict[str, str | tuple[str, ...]]] = {
     **ATTENTION,
     **NORMS,
-    **MAMBA,
+    **mamba_names("mamba"),
     # Gate and up are one matrix in the family.
     "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
     "shared_mlp.output_linear": "ffn_down",
@@ -53,7 +64,7 @@ GRANITE: Final[dict[str, str | tuple[str, ...]]] = {
 }
 FALCON_H1: Final = {
     **ATTENTION,
-    **MAMBA,
+    **mamba_names("mamba"),
     "input_layernorm": "attn_norm",
     # This name has no suffix.
     "pre_ff_layernorm.weight": "ffn_norm",
@@ -161,11 +172,11 @@ def _read_mamba(metadata: Metadata, shapes: Shapes) -> Config:
 
 
 def _granite_changes(config: Config) -> Mapping[str, Change]:
-    return MAMBA_CHANGES | paired_rows(config)
+    return mamba_changes("mamba") | paired_rows(config)
 
 
 def _falcon_changes(_config: Config) -> Mapping[str, Change]:
-    return MAMBA_CHANGES
+    return mamba_changes("mamba")
 
 
 MAMBA_LAYOUT: Final[dict[str, Architecture]] = {
