@@ -159,6 +159,16 @@ class HFConfig:
             raise self._wrong(name, value, "a list of indices")
         return frozenset(value)
 
+    def ascending(self, name: str, limit: int) -> tuple[int, ...]:
+        """Read a list of indices below `limit`, each more than the one before it; missing or null is empty."""
+        value = self._fields.get(name)
+        if value is None:
+            return ()
+        found = self.indices(name)
+        if value != sorted(found) or max(found, default=0) >= limit:
+            raise self._wrong(name, value, f"a list of ascending indices below {limit}")
+        return tuple(value)
+
     def flags(self, name: str) -> tuple[bool, ...]:
         """Read a list of zeros and ones; missing or null is empty."""
         value = self._fields.get(name)

@@ -96,7 +96,7 @@ class Encoder:
         self._rotations = {
             rope: RotaryEmbedding(rope, head_dim, dtype, device) for rope, head_dim in ropes if rope is not None
         }
-        self._layers = [_EncoderLayer(layer, spec.width, new_norm, ops) for layer in spec.layers]
+        self._layers = [EncoderBlock(layer, spec.width, new_norm, ops) for layer in spec.layers]
         for idx, layer in enumerate(self._layers):
             slots |= nested(**{f"layers.{idx}": layer.slots})
         self.heads = PooledHeads(spec.classifier, spec.dense, spec.width, ops, dtype, device)
@@ -136,7 +136,7 @@ class Encoder:
         return self._norm(x)
 
 
-class _EncoderLayer:
+class EncoderBlock:
     """Bidirectional attention and an MLP, each with a residual and norms."""
 
     def __init__(

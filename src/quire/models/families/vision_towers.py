@@ -1,0 +1,144 @@
+"""The vision encoders inside of Qwen3-VL, Qwen3.5 and Gemma 3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from quire.errors import CheckpointError
+from quire.models.families.encoder_layout import read_elementwise, read_heads
+from quire.models.families.hf_config import HFConfig, text_config
+from quire.models.families.llama_layout import map_modules
+from quire.models.specs.encoder_spec import EncoderLayer, EncoderMLP
+from quire.models.specs.norm_spec import LayerNorm, RMSNorm
+from quire.models.specs.spec import WeightMap
+from quire.models.specs.vision_spec import AveragedSquares, JoinedSquares, VisionSpec
+
+# Quire's name -> modules of the checkpoint, each with a bias.
+_QWEN_LAYER: Final[Mapping[str, tuple[str, ...]]] = {
+    "qkv": ("attn.qkv",),
+    "output": ("attn.proj",),
+    "mixer_norm": ("norm1",),
+    "ffn_norm": ("norm2",),
+    "ffn.up": ("mlp.linear_fc1",),
+    "ffn.down": ("mlp.linear_fc2",),
+}
+_QWEN_MERGER: Final[Mapping[str, tuple[str, ...]]] = {
+    "norm": ("norm",),
+    "up": ("linear_fc1",),
+    "down": ("linear_fc2",),
+}
+_SIGLIP_LAYER: Final[Mapping[str, tuple[str, ...]]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.out_proj",),
+    "mixer_norm": ("layer_norm1",),
+    "ffn_norm": ("layer_norm2",),
+    "ffn.up": ("mlp.fc1",),
+    "ffn.down": ("mlp.fc2",),
+}
+_QWEN_NORM: Final = LayerNorm(1e-6)
+
+
+def qwen_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
+    """Read the encoder of a `Qwen3VLForConditionalGeneration` or a `Qwen3_5ForConditionalGeneration`.
+
+    Positions are resampled to the grid of each image, and heads are rotated by row and column. Qwen3.5 has no
+    deepstack layers.
+    """
+    vision = _vision_config(config)
+    side, num_layers = vision.integer("patch_size", 16), vision.integer("depth")
+    heads = read_heads(vision.renamed({"num_attention_heads": "num_heads"}), bias=True)
+    if heads.head_dim % 4:
+        raise CheckpointError(
+            f"config.json: heads of vision_config must have a multiple of 4 values, got {heads.head_dim}",
+            field="num_heads",
+        )
+    mlp = EncoderMLP(vision.integer("intermediate_size"), read_elementwise(vision, "hidden_act", "gelu_pytorch_tanh"))
+    layer = EncoderLayer(heads, mlp, _QWEN_NORM, _QWEN_NORM, norm_first=True)
+    rope = vision.part("rope_parameters") or HFConfig({})
+    rope.require("rope_type", "axial")
+    deepstack = vision.ascending("deepstack_visual_indexes", num_layers)
+    spec = VisionSpec(
+        patch_shape=(vision.integer("in_channels", 3), vision.integer("temporal_patch_size", 2), side, side),
+        width=vision.integer("hidden_size"),
+        layers=(layer,) * num_layers,
+        table_side=_root(vision, "num_position_embeddings"),
+        is_resampled=True,
+        rope_theta=rope.number("rope_theta", 10_000.0),
+        norm=None,
+        merge_size=vision.integer("spatial_merge_size", 2),
+        out_width=vision.integer("out_hidden_size"),
+        merger=JoinedSquares(_QWEN_NORM, norm_joined=False, activation="gelu"),
+        deepstack=deepstack,
+        deepstack_merger=JoinedSquares(_QWEN_NORM, norm_joined=True, activation="gelu") if deepstack else None,
+    )
+    prefix = "model.visual"
+    names: WeightMap = {"positions.weight": (f"{prefix}.pos_embed.weight",)}
+    names |= _named("patches", f"{prefix}.patch_embed.proj")
+    names |= map_modules("merger", f"{prefix}.merger", _QWEN_MERGER, has_bias=True)
+    for idx in range(num_layers):
+        names |= map_modules(f"layers.{idx}", f"{prefix}.blocks.{idx}", _QWEN_LAYER, has_bias=True)
+    for idx in range(len(deepstack)):
+        theirs = f"{prefix}.deepstack_merger_list.{idx}"
+        names |= map_modules(f"deepstack.{idx}", theirs, _QWEN_MERGER, has_bias=True)
+    return spec, names
+
+
+def gemma3_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
+    """Read the encoder of a `Gemma3ForConditionalGeneration`: a SigLIP for images of one size."""
+    vision = _vision_config(config)
+    patch, size = vision.integer("patch_size", 14), vision.integer("image_size", 896)
+    side, tokens_side = size // patch, _root(config, "mm_tokens_per_image", 256)
+    if size % patch or side % tokens_side:
+        raise CheckpointError(
+            f"config.json: vision_config.image_size ({size}) must be a multiple of patch_size ({patch}) times the root"
+            f" of mm_tokens_per_image ({tokens_side})",
+            field="image_size",
+        )
+    vision.require("vision_use_head", None, False)
+    norm = LayerNorm(vision.number("layer_norm_eps", 1e-6))
+    mlp = EncoderMLP(vision.integer("intermediate_size"), read_elementwise(vision, "hidden_act", "gelu_pytorch_tanh"))
+    layer = EncoderLayer(read_heads(vision, bias=True), mlp, norm, norm, norm_first=True)
+    spec = VisionSpec(
+        patch_shape=(vision.integer("num_channels", 3), patch, patch),
+        width=vision.integer("hidden_size"),
+        layers=(layer,) * vision.integer("num_hidden_layers"),
+        table_side=side,
+        is_resampled=False,
+        rope_theta=None,
+        norm=norm,
+        merge_size=side // tokens_side,
+        out_width=text_config(config).integer("hidden_size"),
+        merger=AveragedSquares(RMSNorm(norm.eps, zero_centred=True)),
+    )
+    tower, projector = "model.vision_tower", "model.multi_modal_projector"
+    names: WeightMap = {
+        "positions.weight": (f"{tower}.embeddings.position_embedding.weight",),
+        "merger.norm.weight": (f"{projector}.mm_soft_emb_norm.weight",),
+        "merger.projection.weight": (f"{projector}.mm_input_projection_weight",),
+    }
+    names |= _named("patches", f"{tower}.embeddings.patch_embedding") | _named("norm", f"{tower}.post_layernorm")
+    for idx in range(len(spec.layers)):
+        names |= map_modules(f"layers.{idx}", f"{tower}.encoder.layers.{idx}", _SIGLIP_LAYER, has_bias=True)
+    return spec, names
+
+
+def _vision_config(config: HFConfig) -> HFConfig:
+    vision = config.part("vision_config")
+    if vision is None:
+        raise CheckpointError("config.json lacks the field vision_config", field="vision_config")
+    return vision
+
+
+def _named(ours: str, theirs: str) -> WeightMap:
+    return {f"{ours}.{kind}": (f"{theirs}.{kind}",) for kind in ("weight", "bias")}
+
+
+def _root(config: HFConfig, name: str, default: int | None = None) -> int:
+    """Read a square number, and return its root."""
+    value = config.integer(name, default)
+    root = math.isqrt(value)
+    if root * root != value:
+        raise CheckpointError(f"config.json: {name} must be a square number, got {value}", field=name)
+    return root

@@ -1,0 +1,216 @@
+"""The vision encoder of all families, as a `VisionSpec` describes it: one image at a time, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.models.modules.encoder import EncoderBlock
+from quire.models.modules.norms import make_norm
+from quire.models.modules.projections import Projection
+from quire.models.modules.weight_slots import WeightSlot, WeightTable, nested
+from quire.models.specs.vision_spec import AveragedSquares, JoinedSquares, VisionSpec
+from quire.ops.interface.ops import Ops, Rotation
+
+# Patches are values of pixels, and there is one such layer: fewer bits would gain nothing.
+MIN_PATCH_BITS: Final = 8
+
+
+class PatchGrid(NamedTuple):
+    """The places of an image's patches, in the order of its rows.
+
+    Args:
+        rows: number of patches from top to bottom.
+        columns: number of patches from left to right.
+        merge_size: side of the squares whose patches follow each other.
+    """
+
+    rows: int
+    columns: int
+    merge_size: int
+
+    def places(self, device: torch.device) -> Tensor:
+        """Return the row and the column of each patch, [2, P] of int64."""
+        rows, columns = torch.meshgrid(
+            torch.arange(self.rows, device=device), torch.arange(self.columns, device=device), indexing="ij"
+        )
+        merge = self.merge_size
+        squares = torch.stack((rows, columns)).view(2, self.rows // merge, merge, self.columns // merge, merge)
+        return squares.transpose(2, 3).reshape(2, -1)
+
+
+class ImagePass:
+    """An image on its way through the layers: the work of an encoder between two steps of a decoder.
+
+    Attributes:
+        num_layers: layers that it has passed.
+    """
+
+    def __init__(self, hidden: Tensor, rotation: Rotation | None) -> None:
+        self.hidden, self.rotation = hidden, rotation
+        self.num_layers = 0
+        self.features: list[Tensor] = []
+
+
+class VisionEncoder:
+    """A vision encoder. It holds no state of an image. Call it under `torch.inference_mode()`.
+
+    Args:
+        spec: specification of the encoder.
+        ops: kernels.
+        dtype: dtype of weights and hidden states.
+
+    Attributes:
+        spec, dtype, device: the arguments of these names.
+        weights: the weights to load; the encoder runs when none is missing.
+    """
+
+    def __init__(self, spec: VisionSpec, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        new_norm = partial(make_norm, width=spec.width, ops=ops, dtype=dtype, device=device)
+        self._patches = Projection(math.prod(spec.patch_shape), spec.width, True, ops, min_bits=MIN_PATCH_BITS)
+        flat = self._patches.slots["weight"]
+        stored = WeightSlot((spec.width, *spec.patch_shape), lambda weight: flat.fill(weight.flatten(1)))
+        slots = nested(patches=self._patches.slots | {"weight": stored})
+        slots["positions.weight"] = WeightSlot((spec.table_side**2, spec.width), self._fill_table)
+        self._layers = [EncoderBlock(layer, spec.width, new_norm, ops) for layer in spec.layers]
+        self._norm = new_norm(spec.norm)
+        self._merger = _merger(spec.merger, spec, ops, dtype, device)
+        slots |= nested(norm=self._norm.slots, merger=self._merger.slots)
+        for idx, layer in enumerate(self._layers):
+            slots |= nested(**{f"layers.{idx}": layer.slots})
+        self._deep = {}
+        for idx, layer_idx in enumerate(spec.deepstack):
+            assert spec.deepstack_merger is not None
+            self._deep[layer_idx] = _merger(spec.deepstack_merger, spec, ops, dtype, device)
+            slots |= nested(**{f"deepstack.{idx}": self._deep[layer_idx].slots})
+        self.weights = WeightTable(slots, dtype, device, lambda: None)
+
+    def _fill_table(self, tensor: Tensor) -> None:
+        self._table = tensor.clone()
+
+    def start(self, values: Tensor, rows: int, columns: int) -> ImagePass:
+        """Return an image before the first layer.
+
+        Args:
+            values: float32 [P, values of a patch], the patches of each square one after the other.
+            rows, columns: numbers of patches, multiples of `merge_size`; their product is P.
+        """
+        spec = self.spec
+        places = PatchGrid(rows, columns, spec.merge_size).places(self.device)
+        hidden = self._patches.run(values.to(self.device, self.dtype)) + self._positions(places, rows, columns)
+        rotation = None
+        if spec.rope_theta is not None:
+            rotation = axial_rotation(places, spec.layers[0].attention.head_dim, spec.rope_theta, self.dtype)
+        return ImagePass(hidden, rotation)
+
+    def advance(self, image: ImagePass) -> Tensor | None:
+        """Take an image through one layer; the last returns its features, [1 + D, tokens, E of the decoder]."""
+        idx = image.num_layers
+        image.hidden = self._layers[idx](image.hidden, (0, len(image.hidden)), image.rotation, None)
+        image.num_layers += 1
+        if idx in self._deep:
+            image.features.append(self._deep[idx](image.hidden))
+        if image.num_layers < len(self._layers):
+            return None
+        return torch.stack([self._merger(self._norm(image.hidden)), *image.features])
+
+    def __call__(self, values: Tensor, rows: int, columns: int) -> Tensor:
+        """Return the features of an image; see `start` and `advance`."""
+        image = self.start(values, rows, columns)
+        while (features := self.advance(image)) is None:
+            pass
+        return features
+
+    def _positions(self, places: Tensor, rows: int, columns: int) -> Tensor:
+        """Return the learned positions of patches, [P, E], between those of the table for another grid."""
+        side = self.spec.table_side
+        if not self.spec.is_resampled:
+            return self._table[places[0] * side + places[1]]
+        result: Tensor | float = 0.0
+        (top, bottom, down), (left, right, across) = (
+            _neighbours(place, count, side) for place, count in zip(places, (rows, columns), strict=True)
+        )
+        for row, row_weight in ((top, 1 - down), (bottom, down)):
+            for column, column_weight in ((left, 1 - across), (right, across)):
+                result = result + self._table[row * side + column] * (row_weight * column_weight)[:, None]
+        assert isinstance(result, Tensor)
+        return result.to(self.dtype)
+
+
+def _neighbours(places: Tensor, count: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the entries of an axis of `side` before and after each place of `count`, and the weight of the second.
+
+    The first and the last place are those of the axis.
+    """
+    exact = places.float() * ((side - 1) / max(1, count - 1))
+    before = exact.long().clamp(max=side - 1)
+    return before, (before + 1).clamp(max=side - 1), exact - before
+
+
+def axial_rotation(places: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Return the rotation of heads by row, in the first half of each pair of halves, and by column, in the second.
+
+    Args:
+        places: [2, P] of int64.
+        head_dim: D, a multiple of 4.
+        theta: base of the frequencies.
+        dtype: dtype of the result.
+    """
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim // 2, 2, device=places.device).float() / (head_dim // 2))
+    angles = (places.float()[..., None] * frequencies).transpose(0, 1).flatten(1)
+    cos, sin = angles.cos(), angles.sin()
+    return Rotation(torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype))
+
+
+class _JoinedSquares:
+    """See `quire.models.specs.vision_spec.JoinedSquares`."""
+
+    def __init__(
+        self, merger: JoinedSquares, spec: VisionSpec, ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._merger, self._activate = merger, ops.activate
+        self._width = spec.width * spec.merge_size**2
+        norm_width = self._width if merger.norm_joined else spec.width
+        self._norm = make_norm(merger.norm, norm_width, ops, dtype, device)
+        self._up = Projection(self._width, self._width, True, ops)
+        self._down = Projection(self._width, spec.out_width, True, ops)
+        self.slots = nested(norm=self._norm.slots, up=self._up.slots, down=self._down.slots)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return hidden states of the decoder [P / merged, out] of patches [P, E]."""
+        x = self._norm(x.view(-1, self._width)) if self._merger.norm_joined else self._norm(x).view(-1, self._width)
+        return self._down.run(self._activate(self._up.run(x), self._merger.activation))
+
+
+class _AveragedSquares:
+    """See `quire.models.specs.vision_spec.AveragedSquares`."""
+
+    def __init__(
+        self, merger: AveragedSquares, spec: VisionSpec, ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._num_merged = spec.merge_size**2
+        self._norm = make_norm(merger.norm, spec.width, ops, dtype, device)
+        self._projection = Projection(spec.width, spec.out_width, False, ops)
+        # It is stored for a product from the right.
+        fill = self._projection.slots["weight"].fill
+        stored = WeightSlot((spec.width, spec.out_width), lambda weight: fill(weight.T.contiguous()))
+        self.slots = nested(norm=self._norm.slots, projection={"weight": stored})
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return hidden states of the decoder [P / merged, out] of patches [P, E]."""
+        return self._projection.run(self._norm(x.view(-1, self._num_merged, x.shape[1]).mean(1)))
+
+
+def _merger(
+    merger: JoinedSquares | AveragedSquares, spec: VisionSpec, ops: Ops, dtype: torch.dtype, device: torch.device
+) -> _JoinedSquares | _AveragedSquares:
+    if isinstance(merger, JoinedSquares):
+        return _JoinedSquares(merger, spec, ops, dtype, device)
+    return _AveragedSquares(merger, spec, ops, dtype, device)
