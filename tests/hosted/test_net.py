@@ -19,7 +19,7 @@ HISTORIES = ("alone", "batched", "chunked", "hit", "forked", "beams", "recompute
 UNBUILDABLE: Mapping[str, str] = {
     "blt": "'BltConfig' object has no attribute 'num_hidden_layers'",
     "dots3_note": "adapter_input_size must match hidden_size",
-    "gemma3n": "TimmWrapperModel requires the PIL library",
+    "gemma3n": "TimmWrapperModel requires the timm library",
     "gemma4_assistant": "the current Cache seem to only contain LinearAttention layers",
     "gemma4_unified_assistant": "the current Cache seem to only contain LinearAttention layers",
     "musicgen": "'MusicgenConfig' object has no attribute 'dropout'",

@@ -1,0 +1,1 @@
+"""Images of prompts: where they come from, their pixels, and the patches that a vision encoder reads."""
