@@ -84,7 +84,12 @@ def test_the_language_model_of_a_checkpoint_with_images(
         saved = json.loads((tmp_path / "config.json").read_text())
         text = saved.pop("text_config")
         rope = text.pop("rope_parameters")
-        flat = {**text, **saved, "rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope"}}
+        flat = {
+            **text,
+            **saved,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        }
         assert build(flat) == build(checkpoint.config)
 
 

@@ -12,8 +12,12 @@ class Media(NamedTuple):
 
     Args:
         span: positions of its placeholder tokens, and its digest; the only part that memory uses.
-        embeddings: tensor [span.num_tokens, E] that replaces the tokens' own embeddings; opaque to the control plane.
+        embeddings: tensor [span.num_tokens, (1 + D) E]: embeddings that replace the tokens' own, and additions to the
+            outputs of the first D layers, in models with so many deepstack layers; opaque to the control plane.
+        grid: numbers of rows and columns of an image's tokens, for models that rotate heads by them; None for tokens
+            in a line.
     """
 
     span: MediaSpan
     embeddings: object
+    grid: tuple[int, int] | None = None

@@ -305,7 +305,8 @@ def _media_reader(model: CausalModel | Encoder, memory: KVCacheManager) -> Embed
     """Return the reader of prompts' embeddings; None for an encoder, which accepts no embeddings."""
     if isinstance(model, Encoder):
         return None
-    return EmbeddingsReader(model.spec.width, model.dtype, memory.chain([], Namespace("media")).root[0])
+    key = memory.chain([], Namespace("media")).root[0]
+    return EmbeddingsReader(model.spec.width, model.dtype, key, model.spec.image_rows)
 
 
 def _scheduler(

@@ -83,7 +83,8 @@ def build_runner(
         sampler = Sampler(torch_device, grammar_states, keep, draws if is_apart else None, deferred)
     drafts = None if draft is None else DraftTokens()
     # With a draft model no plan is made ahead, so the only placeholders are drafts.
-    builder = BatchBuilder(block_size, torch_device, caches, drafts or deferred)
+    media = MultimodalEmbeddings(torch_device)
+    builder = BatchBuilder(block_size, torch_device, caches, drafts or deferred, media.by_sequence)
     own, drafter, steps, passes = len(decoder.cache_groups), None, None, None
     if captured is not None:
         steps = capture_steps(decoder, storages[:own], num_blocks[:own], block_size, captured)
@@ -95,5 +96,4 @@ def build_runner(
         parts = builder, drafts, storages[own:], range(own, len(storages)), ladder
         drafter = MTPDrafter(draft, *parts) if isinstance(draft, MTPHead) else DraftModel(draft, *parts)
     prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)
-    media = MultimodalEmbeddings(torch_device)
     return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, drafter, prefaulter, steps)

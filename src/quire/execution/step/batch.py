@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, count
 from operator import add
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quire.execution.step.image_positions import image_positions
 from quire.execution.step.pinned import placed
 from quire.execution.step.row_layout import RowLayout, layout_kernels
 from quire.models.modules.blocks import OutputRows
@@ -20,6 +22,7 @@ from quire.ops.interface.ops import AttentionBatch, StateBatch
 from quire.platform.prefault import CacheUse
 from quire.scheduling.decode_columns import DecodeItems
 from quire.scheduling.plan import ScheduledSequence, StepPlan, TableDelta
+from quire.sequences.media import Media
 
 _stamps = count(1)
 
@@ -30,7 +33,7 @@ class Batch:
 
     Args:
         input_ids: [T] of int64, the items' tokens, concatenated.
-        positions: [T] of int64.
+        positions: [T] of int64; [3, T] with rows of images, see `quire.execution.step.image_positions`.
         groups: one batch per cache group: an `AttentionBatch` or a `StateBatch`.
         row_starts: S + 1 row indices; item `s` owns rows `[row_starts[s], row_starts[s + 1])`.
     """
@@ -82,6 +85,7 @@ class BatchBuilder:
         cache: cache shape of each group. Table entries of tokens outside the window, or in an earlier chunk, are not
             read and may be the null block. For a group of states only the last entry is read.
         tokens: source of the tokens of placeholders; None for plans without any.
+        media: media of the open sequences that have some, kept by the caller.
 
     Attributes:
         use: use of the cache so far; see `CacheUse`.
@@ -94,7 +98,9 @@ class BatchBuilder:
         device: torch.device | str,
         cache: Sequence[TokenCacheShape | StateCacheShape],
         tokens: TokenSource | None = None,
+        media: Mapping[int, tuple[Media, ...]] = MappingProxyType({}),
     ) -> None:
+        self._media = media
         self._block_size = block_size
         self._device = torch.device(device)
         self._is_cpu = self._device.type == "cpu"
@@ -155,7 +161,11 @@ class BatchBuilder:
                     groups.append(self._attention(cache, tables, row_starts, starts, context_lens, layout))
                 case StateCacheShape():
                     groups.append(self._states(tables, items, row_starts))
-        positions = layout.positions() if layout else chain.from_iterable(map(range, starts, context_lens))
+        positions: Tensor | array[int]
+        positions = layout.positions() if layout else array("q", chain.from_iterable(map(range, starts, context_lens)))
+        if self._media:
+            indices = positions if isinstance(positions, Tensor) else torch.tensor(positions, dtype=torch.int64)
+            positions = image_positions(indices, items, row_starts, self._media)
         return Batch(input_ids, self._placed(positions), tuple(groups), row_starts)
 
     def lay_out_ends(

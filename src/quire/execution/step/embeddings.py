@@ -20,12 +20,12 @@ class MultimodalEmbeddings:
         self.by_sequence: dict[int, tuple[Media, ...]] = {}
 
     def rows(self, items: Sequence[ScheduledSequence], row_starts: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Return the rows of a step with multimodal embeddings, int64 [M], and these [M, E]; None without any."""
+        """Return the rows of a step with multimodal embeddings, int64 [M], and these [M, (1 + D) E], or None."""
         rows: list[Tensor] = []
         parts: list[Tensor] = []
         for item, row_start in zip(items, row_starts, strict=False):
             end = item.start + len(item.token_ids)
-            for span, embeddings in self.by_sequence.get(item.seq_id, ()):
+            for span, embeddings, _ in self.by_sequence.get(item.seq_id, ()):
                 first, last = max(span.start, item.start), min(span.end, end)
                 if first < last:
                     rows.append(torch.arange(first, last) + (row_start - item.start))

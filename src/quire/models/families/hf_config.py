@@ -15,6 +15,7 @@ from quire.models.specs.rotations import (
     ProportionalScaling,
     Rope,
     RopeScaling,
+    Sections,
     YarnScaling,
 )
 
@@ -250,6 +251,14 @@ def read_partial_rope(config: HFConfig, head_dim: int, default: float, *, interl
     whole = {name: None}
     rope = read_rope_part(config.changed(whole), part.changed(whole), config.number("rope_theta", 1e4))
     return replace(rope, num_turned=num_turned, interleaved=interleaved)
+
+
+def read_sections(config: HFConfig, default: tuple[int, int, int], *, interleaved: bool) -> Sections:
+    """Read the axes of the frequencies of a model that reads images, from `mrope_section`."""
+    part = config.part("rope_parameters") or config.part("rope_scaling") or HFConfig({})
+    counts = part.vector("mrope_section", 3) if part.has("mrope_section") else default
+    part.require("mrope_interleaved", None, interleaved)
+    return Sections((int(counts[0]), int(counts[1]), int(counts[2])), interleaved)
 
 
 def read_activation(config: HFConfig, name: str = "hidden_act") -> Activation:

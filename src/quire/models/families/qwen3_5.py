@@ -13,6 +13,7 @@ from quire.models.families.hf_config import (
     read_layer_kinds,
     read_max_position,
     read_partial_rope,
+    read_sections,
     text_config,
 )
 from quire.models.families.llama_layout import (
@@ -25,9 +26,20 @@ from quire.models.families.llama_layout import (
     map_modules,
     read_attention,
 )
-from quire.models.specs.spec import Attention, GatedDeltaNet, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
+from quire.models.specs.spec import (
+    Attention,
+    GatedDeltaNet,
+    GatedMLP,
+    ImageRows,
+    LayerSpec,
+    ModelSpec,
+    RMSNorm,
+    WeightMap,
+)
 
 RECURRENT: Final = "linear_attention"
+# Axes of frequencies where a file states none, as in transformers.
+SECTIONS: Final = (11, 11, 10)
 # Values of fields that checkpoints leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "vocab_size": 248320,
@@ -102,7 +114,8 @@ def qwen3_5_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     text = text_config(config)
     # `tie_word_embeddings` is a field of the outer object.
     is_tied = config.flag("tie_word_embeddings", False)
-    return qwen3_5(text.changed({"tie_word_embeddings": is_tied}), "model.language_model")
+    spec, names = qwen3_5(text.changed({"tie_word_embeddings": is_tied}), "model.language_model")
+    return replace(spec, image_rows=ImageRows(read_sections(text, SECTIONS, interleaved=True))), names
 
 
 def _read_delta_net(config: HFConfig, norm: RMSNorm) -> GatedDeltaNet:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from quire.models.families.expert_layout import LINEAR_EXPERTS, read_counts, with_experts
-from quire.models.families.hf_config import HFConfig, text_config
+from quire.models.families.hf_config import HFConfig, read_sections, text_config
 from quire.models.families.llama_layout import map_modules
-from quire.models.families.qwen3_5 import qwen3_5
-from quire.models.specs.spec import Experts, ModelSpec, WeightMap
+from quire.models.families.qwen3_5 import SECTIONS, qwen3_5
+from quire.models.specs.spec import Experts, ImageRows, ModelSpec, WeightMap
 
 # Values of fields that checkpoints leave out, if they differ from Qwen3.5's.
 DEFAULTS: Final[Mapping[str, Any]] = {
@@ -62,4 +63,5 @@ def qwen3_5_moe_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightM
     text = text_config(config)
     # Fields of the outer object.
     whole = {name: config.flag(name, False) for name in ("tie_word_embeddings", LINEAR_EXPERTS)}
-    return qwen3_5_moe(text.changed(whole), "model.language_model")
+    spec, names = qwen3_5_moe(text.changed(whole), "model.language_model")
+    return replace(spec, image_rows=ImageRows(read_sections(text, SECTIONS, interleaved=True))), names

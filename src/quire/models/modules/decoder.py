@@ -139,11 +139,11 @@ class Decoder:
 
         Args:
             input_ids: [T] of int64.
-            positions: [T] of int64.
+            positions: [T] of int64; [3, T] in a step with rows of images, where the model has sections for them.
             groups: the step's part in each cache group.
             storages: one for each cache group.
             row_embeddings: rows, [M] of int64, and embeddings [M, E] that replace the embeddings of their tokens,
-                unscaled.
+                unscaled; or [M, (1 + D) E] with additions to the rows after the first D layers.
             output_rows: rows whose hidden states are returned; None for all rows.
             adapters: rows that have an adapter, among all rows and among the output rows; None for no such row.
 
@@ -155,16 +155,23 @@ class Decoder:
         x = self._look_up(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        additions = None
         if row_embeddings is not None:
-            x = x.index_copy(0, *row_embeddings)
+            rows, embeddings = row_embeddings
+            given = embeddings.view(len(rows), -1, self.spec.width)
+            x = x.index_copy(0, rows, given[:, 0])
+            additions = (rows, given[:, 1:]) if given.shape[1] > 1 else None
         per_layer = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
         rotations = {rope_key: rotate(positions) for rope_key, rotate in self._layers.rotations.items()}
         fused = self._fused if adapters is None else self._fused_adapted
-        if output_rows is None and fused is not None:
+        if output_rows is not None and additions is not None and self._layers.picks_within(additions[1].shape[1]):
+            every = self._layers(x, positions, rotations, groups, storages, per_layer, None, additions)
+            return every.index_select(0, output_rows.rows)
+        if output_rows is None and additions is None and fused is not None:
             hidden = fused(x, list(rotations.values()), groups, storages)
             if hidden is not None:
                 return hidden
-        return self._layers(x, positions, rotations, groups, storages, per_layer, output_rows)
+        return self._layers(x, positions, rotations, groups, storages, per_layer, output_rows, additions)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return hidden states [R, E] after the last norm."""

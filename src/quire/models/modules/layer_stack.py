@@ -48,7 +48,8 @@ class LayerStack:
         }
         self._tail_inputs = [kind if kind in tail and kind[1] is not None else None for kind in self._inputs]
         rope_keys = dict.fromkeys(rope_key for _, rope_key, _ in self._inputs if rope_key is not None)
-        self.rotations = {rope_key: RotaryEmbedding(*rope_key, dtype, device) for rope_key in rope_keys}
+        sections = spec.image_rows.sections
+        self.rotations = {rope_key: RotaryEmbedding(*rope_key, dtype, device, sections) for rope_key in rope_keys}
         self._temperatures = [
             *dict.fromkeys(temperature for _, _, temperature in self._inputs if temperature is not None)
         ]
@@ -58,6 +59,10 @@ class LayerStack:
             layer, layer_slots = make_layer(spec, idx, self._inputs, new_norm, ops, dtype, device, ranks)
             self._layers.append(layer)
             self.slots |= nested(**{f"layers.{idx}": layer_slots})
+
+    def picks_within(self, num_layers: int) -> bool:
+        """Return whether only output rows are computed from one of the first layers on."""
+        return self._last_cached_layer < num_layers
 
     def fuse(self, ops: FusesLayers) -> FusedLayers | None:
         """Return the backend's fused layers; None if it cannot fuse them."""
@@ -88,8 +93,12 @@ class LayerStack:
         storages: Sequence[PagedKV | PagedStates],
         per_layer: Tensor | None = None,
         output_rows: OutputRows | None = None,
+        additions: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Run the layers; keys, values and states are stored."""
+        """Run the layers; keys, values and states are stored.
+
+        `additions` are rows, [M] of int64, and what is added to them after the first layers, [M, D, E].
+        """
         scales = {temperature: query_scales(temperature, positions) for temperature in self._temperatures}
         steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
         inputs = [make_input(kind, steps, rotations, scales) for kind in self._inputs]
@@ -111,6 +120,8 @@ class LayerStack:
                 x = gate(x, per_layer[:, idx])
             if scale is not None:
                 x = scale(x)
+            if additions is not None and idx < additions[1].shape[1]:
+                x = x.index_add(0, additions[0], additions[1][:, idx])
         return x
 
     def _pick(

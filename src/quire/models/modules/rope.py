@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.models.specs.frequencies import inverse_frequencies
-from quire.models.specs.rotations import Rope, Temperature
+from quire.models.specs.rotations import Rope, Sections, Temperature
 from quire.ops.interface.ops import Rotation
 
 
@@ -17,7 +17,14 @@ class RotaryEmbedding:
     as a gather from a table, and a table for 128k positions would take 64 MiB.
     """
 
-    def __init__(self, rope: Rope | None, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        rope: Rope | None,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sections: Sections | None = None,
+    ) -> None:
         frequencies, self._scale = torch.zeros(head_dim // 2), torch.ones(head_dim, device=device)
         if rope is not None:
             turning, scale = inverse_frequencies(rope, rope.num_turned or head_dim)
@@ -26,10 +33,14 @@ class RotaryEmbedding:
         self._frequencies = torch.cat((frequencies, frequencies)).to(device)
         self._dtype = dtype
         self._half = head_dim // 2
+        axes = [0] * self._half if sections is None else sections.axes(self._half)
+        self._axes = torch.tensor(axes * 2, device=device)
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """Return cosines and sines."""
-        angles = positions.to(torch.float32)[:, None, None] * self._frequencies
+        """Return cosines and sines of positions [T], or [3, T] by time, row and column."""
+        by_row = positions.to(torch.float32)
+        by_frequency = by_row[:, None] if by_row.ndim == 1 else by_row.T[:, self._axes]
+        angles = by_frequency[:, None] * self._frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         sin[..., : self._half].neg_()
         return Rotation(cos.to(self._dtype), sin.to(self._dtype))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from quire.models.specs.parameter_counts import ParameterCounts
 from quire.models.specs.pooled_spec import ClassifierHead, Dense
-from quire.models.specs.spec import LayerGroup, TokenCacheShape
+from quire.models.specs.spec import ImageRows, LayerGroup, TokenCacheShape
 
 # Reasons why an architecture of transformers cannot run over paged memory:
 # state      rows of a sequence are mixed outside of attention, or another cache than keys and values is kept
@@ -125,6 +125,11 @@ class HostedSpec:
     def has_long_factors(self) -> bool:
         """True if keys are rotated by the long factors of a LongRoPE scaling."""
         return self.original_length is not None and self.context_length > self.original_length
+
+    @property
+    def image_rows(self) -> ImageRows:
+        """Treatment of the rows of images, as of `ModelSpec`."""
+        return ImageRows()
 
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:

@@ -96,6 +96,31 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Sections:
+    """The axis that each frequency of a rotation belongs to: time, row or column of an image's token.
+
+    The three positions of a text's token are equal.
+
+    Args:
+        counts: numbers of frequencies of the three axes.
+        interleaved: whether the axes take turns, until one has its number; else they follow each other.
+
+    Source: M-RoPE, Qwen2-VL, arXiv 2409.12191; interleaved in Qwen3-VL, arXiv 2511.21631.
+    """
+
+    counts: tuple[int, int, int]
+    interleaved: bool
+
+    def axes(self, num_frequencies: int) -> list[int]:
+        """Return the axis of each frequency: 0 for time, 1 for the row, 2 for the column."""
+        if self.interleaved:
+            ends = [3 * count for count in self.counts]
+            return [idx % 3 if idx < ends[idx % 3] else 0 for idx in range(num_frequencies)]
+        found = [axis for axis, count in enumerate(self.counts) for _ in range(count)]
+        return (found + [0] * num_frequencies)[:num_frequencies]
+
+
+@dataclass(frozen=True, slots=True)
 class Temperature:
     """Factors of queries in long contexts: `1 + weight * log(1 + floor((position + offset) / interval))`.
 

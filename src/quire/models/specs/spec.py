@@ -11,7 +11,7 @@ from quire.models.specs.recurrent_spec import GatedDeltaNet as GatedDeltaNet
 from quire.models.specs.recurrent_spec import Mamba2 as Mamba2
 from quire.models.specs.recurrent_spec import ShortConv as ShortConv
 from quire.models.specs.recurrent_spec import StateCacheShape as StateCacheShape
-from quire.models.specs.rotations import LongRopeScaling, Rope, Temperature
+from quire.models.specs.rotations import LongRopeScaling, Rope, Sections, Temperature
 
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface.ops import Activation, Elementwise
@@ -300,6 +300,19 @@ class LayerGroup(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """The treatment of the rows of images in a decoder.
+
+    Args:
+        sections: axes of the frequencies of its rotations; None if images' tokens have positions in a line.
+        num_deepstack: first layers to whose outputs the encoder's additions for a row are added.
+    """
+
+    sections: Sections | None = None
+    num_deepstack: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only language model.
 
@@ -319,6 +332,7 @@ class ModelSpec:
             hidden state of a sequence, and it has the embedding and output head of its target model.
         classifier: head that classifies; None without one.
         dense: layers over pooled states, whose result is an embedding.
+        image_rows: treatment of the rows of images.
     """
 
     vocab_size: int
@@ -335,6 +349,7 @@ class ModelSpec:
     is_mtp: bool = False
     classifier: ClassifierHead | None = None
     dense: tuple[Dense, ...] = ()
+    image_rows: ImageRows = ImageRows()
 
     def for_context(self, length: int) -> ModelSpec:
         """Return the model for contexts of at most `length` tokens."""

@@ -1,0 +1,225 @@
+"""Prompts with images of rows and columns: the tokens of transformers, from pixels, under every history."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quire import BeamSearchParams, SamplingParams
+from quire.engine.inputs.prompts import Prompt
+from quire.errors import InvalidParameter
+from quire.models.families.hf_config import HFConfig
+from quire.models.families.vision_towers import qwen_vision
+from quire.models.modules.vision_encoder import VisionEncoder
+from quire.ops.reference.reference_ops import ReferenceOps
+from tests.conformance.checkpoints import NEW_TOKENS, ragged_prompts
+from tests.conformance.test_media import Case, agree, load, run
+
+IMAGE, START, END = 200, 201, 202
+TEXT: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}
+VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 36,
+    "spatial_merge_size": 2,
+    "initializer_range": 0.2,
+}
+RECURRENT: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": TEXT["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}
+IDS = {"image_token_id": IMAGE, "video_token_id": 203, "vision_start_token_id": START, "vision_end_token_id": END}
+
+
+class Family(NamedTuple):
+    """A class of transformers, and what its configuration has beside the common fields."""
+
+    name: str
+    text: dict[str, Any] = {}  # noqa: RUF012
+    vision: dict[str, Any] = {}  # noqa: RUF012
+
+
+FAMILIES = {
+    "qwen3-vl": Family("Qwen3VL", {}, {"deepstack_visual_indexes": [0, 1]}),
+    # As many additions as layers: from the last one on only output rows are computed.
+    "qwen3-vl-deep": Family("Qwen3VL", {"num_hidden_layers": 2}, {"deepstack_visual_indexes": [0, 1]}),
+    "qwen3.5": Family("Qwen3_5", RECURRENT),
+}
+# Grids of patches of each prompt's images, and the number of tokens of text before each, and at the end.
+Places = tuple[tuple[tuple[int, int], int], ...]
+PLACES: tuple[tuple[Places, int], ...] = (
+    ((), 30),
+    ((((4, 6), 3),), 12),
+    # The same number of tokens in another grid.
+    ((((6, 4), 3),), 12),
+    ((((2, 12), 3),), 12),
+    ((((8, 10), 0),), 5),
+    ((((4, 4), 4), ((2, 6), 2)), 7),
+    ((((4, 4), 4), ((4, 4), 0)), 7),
+    ((((4, 6), 9),), 1),
+)
+
+
+@pytest.fixture(scope="module", params=["qwen3-vl", "qwen3.5", pytest.param("qwen3-vl-deep", marks=pytest.mark.slow)])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, folder = FAMILIES[request.param], tmp_path_factory.mktemp(request.param)
+    config_class = getattr(transformers, f"{family.name}Config")
+    config = config_class(text_config=TEXT | family.text, vision_config=VISION | family.vision, **IDS)
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{family.name}ForConditionalGeneration")(config).eval()
+    model.save_pretrained(folder)
+    encoder = encoder_of(folder)
+    prompts: list[Prompt] = []
+    outputs, logprobs = [], []
+    for places, num_last in PLACES:
+        prompt, inputs = prompt_of(encoder, places, num_last)
+        with torch.inference_mode():
+            given = model.generate(
+                **inputs,
+                generation_config=transformers.GenerationConfig(
+                    max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+                ),
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        outputs.append(given.sequences[0, -NEW_TOKENS:].tolist())
+        logprobs.append(torch.stack([step[0].log_softmax(-1).max() for step in given.logits]))
+        prompts.append(prompt)
+    assert len({tuple(output) for output in outputs[1:4]}) == 3, "the grid hardly matters"
+    return Case(folder, prompts, outputs, logprobs, 3 if "5" in request.param else 1, 16)
+
+
+def encoder_of(folder: Path) -> VisionEncoder:
+    """Return the vision encoder of a checkpoint."""
+    spec, names = qwen_vision(HFConfig(json.loads((folder / "config.json").read_text())))
+    encoder = VisionEncoder(spec, ops=ReferenceOps(), dtype=torch.float32, device=torch.device("cpu"))
+    tensors = load_file(folder / "model.safetensors")
+    for name, sources in names.items():
+        encoder.weights.load(name, torch.cat([tensors[source] for source in sources]))
+    return encoder
+
+
+def prompt_of(encoder: VisionEncoder, places: Places, num_last: int) -> tuple[Prompt, dict[str, Tensor]]:
+    """Return a prompt with the features of images, and the inputs of transformers with their pixels."""
+    token_ids: list[int] = []
+    media: list[dict[str, object]] = []
+    pixels, grids = [], []
+    text = iter([token % 190 for prompt in ragged_prompts() for token in prompt])
+    for idx, ((rows, columns), num_before) in enumerate(places):
+        token_ids += [next(text) for _ in range(num_before)] + [START]
+        # The same image whatever its grid.
+        values = torch.randn(80, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(idx))[: rows * columns]
+        with torch.inference_mode():
+            features = encoder(values, rows, columns).transpose(0, 1).flatten(1)
+        media.append({"offset": len(token_ids), "embeddings": features, "grid": (rows // 2, columns // 2)})
+        token_ids += [IMAGE] * len(features) + [END]
+        pixels.append(values)
+        grids.append([1, rows, columns])
+    token_ids += [next(text) for _ in range(num_last)]
+    inputs = {
+        "input_ids": torch.tensor([token_ids]),
+        "attention_mask": torch.ones(1, len(token_ids), dtype=torch.int64),
+    }
+    if not places:
+        return token_ids, inputs
+    inputs |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
+    return {"prompt_token_ids": token_ids, "media": media}, inputs
+
+
+def test_cold_alone_and_together(case: Case) -> None:
+    llm = load(case, enable_prefix_caching=False)
+    agree(case, [run(llm, [prompt])[0] for prompt in case.prompts])
+    agree(case, run(llm, case.prompts))
+
+
+def test_hits_also_those_that_end_in_an_image(case: Case) -> None:
+    llm = load(case, block_size=4)
+    agree(case, [run(llm, [prompt])[0] for prompt in case.prompts])
+    again = [run(llm, [prompt])[0] for prompt in case.prompts]
+    agree(case, again)
+    assert all(output.num_cached_tokens > 0 for output in again)
+
+
+@pytest.mark.parametrize(
+    "budget", [pytest.param(2, marks=pytest.mark.slow), 5, pytest.param(16, marks=pytest.mark.slow)]
+)
+def test_chunks_that_end_in_images(case: Case, budget: int) -> None:
+    agree(case, run(load(case, max_num_seqs=2, max_num_batched_tokens=budget), case.prompts))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted(case: Case, mode: str) -> None:
+    options = {"swap_space": 8 << 20} if mode == "swap" else {}
+    llm = load(case, num_kv_blocks=case.scarce_blocks, preemption_mode=mode, **options)
+    others: list[Prompt] = [[token % 190 for token in prompt] for prompt in ragged_prompts()]
+    agree(case, run(llm, [*others, *case.prompts])[len(others) :])
+    assert llm.stats.num_preemptions > 0
+
+
+def test_forked(case: Case) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, n=3)
+    outputs = run(load(case), case.prompts, params)
+    assert [[each.token_ids for each in output.outputs] for output in outputs] == [[o] * 3 for o in case.outputs]
+
+
+def test_beams(case: Case) -> None:
+    model = transformers.AutoModelForImageTextToText.from_pretrained(case.folder, dtype=torch.float32).eval()
+    encoder, llm = encoder_of(case.folder), load(case)
+    for places, num_last in PLACES[1:6:2]:
+        prompt, inputs = prompt_of(encoder, places, num_last)
+        settings = transformers.GenerationConfig(
+            max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=3, eos_token_id=None, pad_token_id=0
+        )
+        with torch.inference_mode():
+            expected = model.generate(**inputs, generation_config=settings)[0, -NEW_TOKENS:].tolist()
+        params = BeamSearchParams(beam_width=3, max_tokens=NEW_TOKENS, ignore_eos=True)
+        (found,) = llm.beam_search([prompt], params)
+        assert found.sequences[0].tokens[-NEW_TOKENS:] == expected
+
+
+def test_asynchronous_steps_and_drafts(case: Case) -> None:
+    agree(case, run(load(case, async_scheduling=True), case.prompts))
+    agree(case, run(load(case, speculative_config={"method": "ngram", "num_speculative_tokens": 3}), case.prompts))
+
+
+def test_a_grid_belongs_to_the_tokens_of_its_embeddings(case: Case) -> None:
+    llm = load(case)
+    prompt: Any = case.prompts[1]
+    (media,) = prompt["media"]
+    for grid in ((3, 3), (0, 0), (-2, -3), (6,), 6, ("2", "3"), (2.0, 3.0)):
+        changed = {"prompt_token_ids": prompt["prompt_token_ids"], "media": [media | {"grid": grid}]}
+        with pytest.raises(InvalidParameter, match=r"media\[0\]\.grid"):
+            llm.generate([changed], use_tqdm=False)
