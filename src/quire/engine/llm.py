@@ -261,7 +261,7 @@ class LLM(PooledLLM):
             raise error if use is None else explained(error, use, all_params, asked) from error
         add_reasoning(outputs, thinking)
         if use is not None:
-            add_calls(outputs, use)
+            add_calls(outputs, use, conversations)
         return outputs
 
     def beam_search(

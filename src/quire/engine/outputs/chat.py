@@ -8,6 +8,7 @@ from dataclasses import replace
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import SamplingParams
+from quire.text.chat.messages import Message
 from quire.text.reasoning import ReasoningModel
 from quire.text.tool_calls import SampleCalls, ToolUse
 
@@ -34,11 +35,11 @@ def explained(
     return error
 
 
-def add_calls(outputs: Iterable[RequestOutput], use: ToolUse) -> None:
-    """Write content, calls and finish reasons into whole outputs."""
-    for output in outputs:
+def add_calls(outputs: Iterable[RequestOutput], use: ToolUse, conversations: Iterable[Sequence[Message]]) -> None:
+    """Write content, calls and finish reasons into whole outputs of conversations."""
+    for output, conversation in zip(outputs, conversations, strict=True):
         for sample in output.outputs:
-            calls = SampleCalls(use)
+            calls = SampleCalls(use.after(conversation))
             answer = sample.text if sample.content is None else sample.content
             sample.content, sample.tool_calls = calls.whole(answer)
             sample.finish_reason = calls.finish_reason(sample.finish_reason)

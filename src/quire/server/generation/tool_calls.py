@@ -29,4 +29,4 @@ def call_message(calls: SampleCalls, text: str) -> dict[str, Any]:
 def _part(calls: SampleCalls, piece: CallDelta) -> dict[str, Any]:
     if piece.name is None:
         return {"function": {"arguments": piece.arguments}}
-    return ToolCall(calls.new_id(), piece.name, piece.arguments).as_message()
+    return ToolCall(calls.new_id(piece.name, piece.index), piece.name, piece.arguments).as_message()

@@ -345,7 +345,8 @@ class MessageReply:
             yield {"type": "content_block_stop", "index": self._block}
 
     def _tool_use(self, piece: CallDelta) -> dict[str, Any]:
-        return {"type": "tool_use", "id": self._parts.new_id(), "name": piece.name, "input": {}}
+        call_id = self._parts.new_id(piece.name, piece.index)
+        return {"type": "tool_use", "id": call_id, "name": piece.name, "input": {}}
 
     def _ending(self, output: CompletionOutput) -> dict[str, Any]:
         reason = self._parts.finish_reason(output)

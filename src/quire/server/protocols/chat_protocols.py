@@ -89,10 +89,10 @@ class SampleParts:
             return [*pieces, text] if text else pieces
         return [*pieces, *merge(self._calls.pieces(text, is_finished=output.finished))]
 
-    def new_id(self) -> str:
-        """Return an id for a call, in a form that the model's template accepts."""
+    def new_id(self, name: str | None, index: int) -> str:
+        """Return an id for the call with an index, in a form that the model's template accepts."""
         assert self._calls is not None
-        return self._calls.new_id()
+        return self._calls.new_id(name or "", index)
 
     def finish_reason(self, output: CompletionOutput) -> str | None:
         """Return "tool_calls" for "stop" after a complete call, even of a named function; else the engine's reason."""

@@ -349,7 +349,10 @@ class ChatLines:
         arguments = arguments_object("".join(self._arguments)) if piece.is_last else None
         if arguments is None:
             return None
-        return {"id": self._parts.new_id(), "function": {"name": self._name, "arguments": arguments}}
+        return {
+            "id": self._parts.new_id(self._name, piece.index),
+            "function": {"name": self._name, "arguments": arguments},
+        }
 
     def _body(self, pieces: Sequence[str | Reasoning | dict[str, Any]]) -> dict[str, Any]:
         message = {"role": "assistant", "content": _joined(pieces), **_thinking(pieces)}

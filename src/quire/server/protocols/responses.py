@@ -363,7 +363,7 @@ class ResponseReply:
         self._text = []
         item: dict[str, Any]
         if isinstance(piece, CallDelta):
-            item = self._tools.called(piece.name or "").item(self._parts.new_id())
+            item = self._tools.called(piece.name or "").item(self._parts.new_id(piece.name, piece.index))
         elif isinstance(piece, Reasoning):
             item = {"type": "reasoning", "summary": [], "content": []}
         else:

@@ -135,13 +135,14 @@ GLM45 = replace(
     arguments=TaggedArguments(key_begin="<arg_key>", key_end="</arg_key>\n<arg_value>", value_end="</arg_value>\n"),
     next_block="\n",
 )
-# Kimi K2.
+# Kimi K2, which counts the calls of a conversation: "tool_call_guidance" of its model card.
 KIMI_K2 = Markup(
     begin="<|tool_calls_section_begin|>",
     between="",
     call_begin="<|tool_call_begin|>functions.",
     id_begin=":",
     id_pattern="[0-9]+",
+    counted_id="functions.{name}:{number}",
     name_end="<|tool_call_argument_begin|>",
     arguments=JsonArguments(),
     call_end="<|tool_call_end|>",
@@ -262,6 +263,11 @@ class MarkupFormat:
     def id_chars(self) -> int | None:
         """The length of call ids (letters and digits) that templates require; None for any length."""
         return self.markups[0].id_chars
+
+    @property
+    def counted_id(self) -> str:
+        """The form of call ids with the name and the number of the call; "" if ids are random."""
+        return self.markups[0].counted_id
 
     @property
     def answer_head(self) -> str:

@@ -26,6 +26,7 @@ class HarmonyCalls:
     other_markers = (START, CHANNEL, MESSAGE, END, CALL, CONSTRAIN)
     may_be_bare = False
     id_chars = None
+    counted_id = ""
     answer_head = "thought* final "
 
     def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:

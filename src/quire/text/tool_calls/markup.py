@@ -103,6 +103,8 @@ class Markup:
         inner_marks: further texts for which a tokenizer may have single tokens.
         may_be_bare: True if an output may begin with calls without `begin`; they are its whole text.
         id_chars: length of call ids (letters and digits) that templates require; None for any length.
+        counted_id: call ids that models and templates write, with `{name}` and `{number}` of the call, which counts the
+            calls of a conversation from 0; "" if ids are random.
     """
 
     arguments: Arguments
@@ -120,6 +122,7 @@ class Markup:
     inner_marks: tuple[str, ...] = ()
     may_be_bare: bool = False
     id_chars: int | None = None
+    counted_id: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:

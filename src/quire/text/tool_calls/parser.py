@@ -34,6 +34,10 @@ class ToolFormat(Protocol):
         """The length of call ids (letters and digits) that templates require; None for any length."""
 
     @property
+    def counted_id(self) -> str:
+        """The form of call ids with `{name}` and `{number}` of the call; "" if ids are random."""
+
+    @property
     def answer_head(self) -> str:
         """The rules before a structured answer, if the grammar covers the whole output, including the reasoning; ""
         if it begins after the reasoning."""

@@ -38,6 +38,7 @@ class SampleCalls:
 
     def __init__(self, use: ToolUse) -> None:
         self._form = use.form
+        self._num_earlier = use.num_earlier_calls
         self._is_named = use.is_named
         rules = use.rules
         self._parser = CallParser(use.form, rules.functions, is_forced=use.is_forced, is_required=rules.is_required)
@@ -54,7 +55,7 @@ class SampleCalls:
         pieces = merge(self.pieces(text, is_finished=True))
         content = "".join(piece for piece in pieces if isinstance(piece, str))
         calls = [
-            ToolCall(self.new_id(), piece.name, piece.arguments)
+            ToolCall(self.new_id(piece.name, piece.index), piece.name, piece.arguments)
             for piece in pieces
             if isinstance(piece, CallDelta) and piece.name is not None
         ]
@@ -72,13 +73,21 @@ class SampleCalls:
         """True if there are calls, and the last one is complete."""
         return bool(self._parser.num_calls) and not self._parser.is_inside_call
 
-    def new_id(self) -> str:
-        """Return an id for a call."""
-        return new_call_id(self._form)
+    def new_id(self, name: str, index: int) -> str:
+        """Return an id for the call with an index, in a form that the model's template accepts."""
+        return new_call_id(self._form, name, self._num_earlier + index)
 
 
-def new_call_id(form: ToolFormat) -> str:
-    """Return a new id of a call, in a form that the model's template accepts."""
+def new_call_id(form: ToolFormat, name: str, number: int) -> str:
+    """Return the id of a call of a function.
+
+    Args:
+        form: format of the calls.
+        name: name of the function.
+        number: number of calls before it in the conversation.
+    """
+    if form.counted_id:
+        return form.counted_id.format(name=name, number=number)
     if form.id_chars is None:
         return f"call_{secrets.token_hex(12)}"
     return "".join(secrets.choice(ID_ALPHABET) for _ in range(form.id_chars))

@@ -41,6 +41,7 @@ class ToolUse:
         is_named: True if the client named the function of a single call.
         is_forced: True if a grammar constrains the output to the rules.
         marker_ids: ids of special tokens that belong to calls and must stay in the text.
+        num_earlier_calls: number of calls in the conversation so far, with which some models write the ids of calls.
     """
 
     definitions: Sequence[Mapping[str, Any]]
@@ -49,6 +50,11 @@ class ToolUse:
     is_named: bool
     is_forced: bool
     marker_ids: tuple[int, ...]
+    num_earlier_calls: int = 0
+
+    def after(self, messages: object) -> ToolUse:
+        """Return the use in a conversation whose messages, which need not be valid, come before the output."""
+        return replace(self, num_earlier_calls=_num_calls(messages))
 
     def sampling(self, answer: StructuredOutputs | None, thinking_token_budget: int | None) -> dict[str, Any]:
         """Return the sampling parameters that calls need."""
@@ -177,3 +183,11 @@ class ToolModel:
             why = f"the model's chat template does not show the format of calls; {self.set_form} can set it"
             raise UnsupportedFeature("tools", why)
         return self.tokenizer, self.form
+
+
+def _num_calls(messages: object) -> int:
+    """Return the number of calls in the assistant's messages."""
+    if not isinstance(messages, list | tuple):
+        return 0
+    calls = [message.get("tool_calls") for message in messages if isinstance(message, Mapping)]
+    return sum(len(one) for one in calls if isinstance(one, list | tuple))
