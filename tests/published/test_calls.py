@@ -35,6 +35,7 @@ CLOSE_LATE = {"deepseek-ai-DeepSeek-R1-Distill-Llama-8B"}
 # Grammars that have another spelling than the template, with the reason.
 OTHER_SPELLING = {
     "ByteDance-Seed-OSS": "the template writes lists and objects in Python's syntax, grammars in JSON's; both are read",
+    "CohereForAI-c4ai-command-r-plus-tool_use": "the template indents JSON, grammars have one line; both are read",
     "Reka-Edge": "the template escapes characters of enumerated values, grammars have them as they are; both are read",
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "the template does not close the list behind one call",
     "openai-gpt-oss-120b": "the template writes the recipient before the channel; models write it behind, too",

@@ -19,7 +19,7 @@ FORMATS: dict[str, tuple[str | None, str | None]] = {
     "Bielik-11B-v3.0-Instruct": ("hermes", "think"),
     "ByteDance-Seed-OSS": ("seed_oss", "seed_oss"),
     "Cohere2MoE": ("cohere", "cohere"),
-    "CohereForAI-c4ai-command-r-plus-tool_use": (None, None),
+    "CohereForAI-c4ai-command-r-plus-tool_use": ("command_r", None),
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use": ("cohere", "cohere"),
     "GLM-4.6": ("glm", "think"),
     "GLM-4.7-Flash": ("glm", "think"),
@@ -57,7 +57,7 @@ FORMATS: dict[str, tuple[str | None, str | None]] = {
     "llama-cpp-deepseek-r1": (None, "think"),
     "llama-cpp-rwkv-world": (None, "think"),
     "meetkai-functionary-medium-v3.1": ("functionary", None),
-    "meetkai-functionary-medium-v3.2": (None, None),
+    "meetkai-functionary-medium-v3.2": ("functionary_v32", None),
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3", None),
     "meta-llama-Llama-3.2-3B-Instruct": ("llama3", None),
     "meta-llama-Llama-3.3-70B-Instruct": ("llama3", None),
@@ -71,20 +71,15 @@ FORMATS: dict[str, tuple[str | None, str | None]] = {
     "unsloth-mistral-Devstral-Small-2507": ("mistral", None),
 }
 NO_TOOLS = "the chat template writes no calls, and its instructions show no format"
+NOT_RENDERED = "the chat template cannot be rendered with tools"
 # The reasons where no format of calls is found.
 REASONS = {
     **dict.fromkeys(("HuggingFaceTB-SmolLM3-3B", "google-gemma-2-2b-it", "llama-cpp-rwkv-world"), NO_TOOLS),
     "microsoft-Phi-3.5-mini-instruct": NO_TOOLS,
-    # Command R+ and Functionary 3.2 have calls in formats of their own.
-    **dict.fromkeys(
-        ("CohereForAI-c4ai-command-r-plus-tool_use", "meetkai-functionary-medium-v3.2"),
-        "the chat template writes calls in a format that is not known",
-    ),
     # They fail in transformers too: with any tool, or, as Firefunction, without variables of its own.
-    **dict.fromkeys(
-        ("MiroThinker", "fireworks-ai-llama-3-firefunction-v2", "llama-cpp-deepseek-r1"),
-        "the chat template cannot be rendered with tools",
-    ),
+    "MiroThinker": f"{NOT_RENDERED}; its marks are those of mirothinker",
+    "fireworks-ai-llama-3-firefunction-v2": f"{NOT_RENDERED}; its marks are those of phi4_mini",
+    "llama-cpp-deepseek-r1": f"{NOT_RENDERED}; its marks are those of deepseek",
 }
 
 

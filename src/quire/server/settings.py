@@ -16,15 +16,16 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
 # "auto", or a format of `quire.text.tool_calls`, whose import would slow the command line's start.
 TOOL_CALL_PARSERS = (
-    *("auto", "apertus", "cohere", "deepseek", "deepseek_v32", "deepseek_v4", "functionary"),
-    *("functiongemma", "gemma4", "gigachat3", "gigachat31", "glm", "granite", "granite_20b", "harmony"),
-    *("hermes", "hunyuan", "internlm", "kimi_k2", "lfm2", "llama3", "longcat"),
-    *("minimax_m2", "mistral", "nemotron", "olmo3", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss"),
+    *("auto", "apertus", "cohere", "command_r", "deepseek", "deepseek_v32", "deepseek_v4", "deepseek_v41"),
+    *("functionary", "functionary_v32", "functiongemma", "gemma4", "gigachat3", "gigachat31", "glm", "granite"),
+    *("granite_20b", "harmony", "hermes", "hunyuan", "hy_v3", "internlm", "kimi_k2", "lfm2", "llama3", "longcat"),
+    *("minimax_m2", "mirothinker", "mistral", "nemotron", "olmo3", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss"),
+    *("solar_open2", "step3", "xlam"),
 )
 # "auto", "none", or a format of `quire.text.reasoning`.
 REASONING_PARSERS = (
-    *("auto", "none", "apertus", "apriel", "cohere", "gemma4", "granite", "harmony", "kimi_vl", "mistral", "seed_oss"),
-    *("think", "think_answer"),
+    *("auto", "none", "apertus", "apriel", "cohere", "gemma4", "granite", "harmony", "kimi_vl", "minimax_m3"),
+    *("mistral", "seed_oss", "solar_open2", "think", "think_answer"),
 )
 # The name of a header by RFC 9110.
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")

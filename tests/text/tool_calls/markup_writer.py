@@ -36,7 +36,8 @@ def _call(markup: Markup, idx: int, name: str, given: dict[str, Any]) -> str:
     if isinstance(form, CallObject):
         members = {form.first_key: call_id, form.name_key: name, form.arguments_key: given, form.last_key: call_id}
         return json.dumps({key: value for key, value in members.items() if key}, ensure_ascii=False)
-    head = f"{markup.call_begin}{name}{markup.id_begin}{call_id if markup.id_begin else ''}{markup.name_end}"
+    server = f"{markup.server_begin}tools" if markup.server_begin else ""
+    head = f"{server}{markup.call_begin}{name}{markup.id_begin}{call_id if markup.id_begin else ''}{markup.name_end}"
     if isinstance(form, JsonArguments):
         text = json.dumps(given, ensure_ascii=False)
     elif isinstance(form, TaggedArguments):

@@ -126,6 +126,15 @@ def test_definitions_of_tools_are_no_calls(new: Callable[[str], ChatTemplate]) -
     assert reason == "the chat template writes no calls, and its instructions show no format"
 
 
+def test_a_template_that_fails_with_tools_is_told_with_the_format_of_its_marks(
+    new: Callable[[str], ChatTemplate],
+) -> None:
+    failing = "{% if tools %}{{ raise_exception('no') }}{% endif %}" + writing(WRITTEN["deepseek"])
+    form, reason = choose_format("auto", new(failing))
+    assert form is None
+    assert reason == "the chat template cannot be rendered with tools; its marks are those of deepseek"
+
+
 def test_a_template_that_fails_shows_nothing(new: Callable[[str], ChatTemplate]) -> None:
     assert choose_format("auto", new("{% broken")).form is None
     _, reason = choose_format("auto", new("{{ raise_exception('no') }}"))

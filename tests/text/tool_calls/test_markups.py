@@ -41,9 +41,12 @@ SCHEMAS = {function.name: function.parameters for function in FUNCTIONS}
 
 # A markup for each form of arguments, and those with marks of their own kind.
 QUICK = {
-    *("apertus-0", "cohere-0", "deepseek-1", "deepseek_v32-0", "functiongemma-0", "glm-1", "granite-0", "hunyuan-1"),
-    *("kimi_k2-0", "llama3-0", "longcat-0", "mistral-4", "olmo3-0", "pythonic-0", "seed_oss-0"),
+    *("apertus-0", "cohere-0", "deepseek-1", "deepseek_v32-0", "functionary_v32-0", "functiongemma-0", "glm-1"),
+    *("granite-0", "hunyuan-1", "kimi_k2-0", "llama3-0", "longcat-0", "mirothinker-0", "mistral-4", "olmo3-0"),
+    *("pythonic-0", "seed_oss-0"),
 }
+# Templates indent JSON, grammars have it on one line.
+INDENTED = {"command_r-0"}
 ALL = [key if key in QUICK else pytest.param(key, marks=pytest.mark.slow) for key in EXAMPLES]
 
 
@@ -97,7 +100,7 @@ def test_every_cut_gives_the_same_calls(key: str) -> None:
 @pytest.mark.parametrize("key", EXAMPLES)
 def test_text_before_calls_is_content(key: str) -> None:
     form = MARKUPS[key]
-    text = EXAMPLES[key] if form.marker in EXAMPLES[key] else form.marker + EXAMPLES[key]
+    text = EXAMPLES[key] if EXAMPLES[key].startswith(form.marker) else form.marker + EXAMPLES[key]
     content, *calls = read(form, ["I look.\n", text])
     assert content == "I look."
     assert [name for name, _ in calls_of(calls)][:1] == ["look"]
@@ -204,21 +207,22 @@ def walker() -> ByteWalker:
 
 @pytest.mark.parametrize("key", ALL)
 def test_grammars_take_the_calls_of_templates_and_no_others(key: str, walker: ByteWalker) -> None:
-    form, text = MARKUPS[key], EXAMPLES[key]
-    has_two = "look-2" in text
-    marked = text if form.marker in text else form.marker + text + form.markups[0].end
+    form = MARKUPS[key]
+    text = write(form.markups[0], [("look", GIVEN), ("look-2", {})]) if key in INDENTED else EXAMPLES[key]
+    has_two, content = "look-2" in text, f"{form.content_begin}It rains."
+    marked = text if text.startswith(form.marker) else form.marker + text + form.markups[0].end
     free = form.grammar(CallRules(functions=FUNCTIONS))
     required = form.grammar(CallRules(functions=FUNCTIONS, is_required=True))
     single = form.grammar(CallRules(functions=FUNCTIONS, is_parallel=False))
     assert walker.takes(free, text)
-    assert walker.takes(free, f"I look.{marked}")
+    assert walker.takes(free, f"{content}{marked}")
     assert walker.takes(required, text)
     assert walker.takes(single, text) != has_two
-    assert walker.takes(free, "It rains.")
-    assert not walker.takes(required, "It rains.")
-    assert not walker.takes(required, f"I look.{marked}")
+    assert walker.takes(free, content)
+    assert not walker.takes(required, content)
+    assert not walker.takes(required, f"{content}{marked}")
     for wrong in (marked.replace("look", "drop"), marked[: marked.index("look")], form.marker, f"{form.marker} so"):
-        assert not walker.takes(free, wrong), wrong
+        assert not walker.takes(free, f"{form.content_begin}{wrong}"), wrong
     for unfit in UNFIT:
         assert not walker.takes(required, write(form.markups[0], [("look", unfit)])), unfit
 
@@ -230,7 +234,7 @@ def test_random_outputs_under_a_grammar_are_read_as_calls_that_fit(key: str, wal
     for round_idx in range(6):
         is_required = round_idx % 2 == 0
         rules = CallRules(functions=FUNCTIONS, is_required=is_required)
-        begin = "" if is_required else rng.choice([form.marker, f"So: {form.marker}"])
+        begin = "" if is_required else f"{form.content_begin}{rng.choice(['', 'So: '])}{form.marker}"
         text, has_ended = walker.walk(form.grammar(rules), begin, rng)
         forced = read(form, [text], is_forced=True)
         calls = [piece for piece in forced if isinstance(piece, CallDelta)]
@@ -254,7 +258,7 @@ def test_outputs_with_marks_as_tokens_are_read_as_calls_that_fit(key: str, kind:
     num_ended = 0
     for seed in range(6):
         is_required = seed % 2 == 0
-        begin = "" if is_required else form.marker
+        begin = "" if is_required else f"{form.content_begin}{form.marker}"
         rules = CallRules(functions=FUNCTIONS, is_required=is_required, tokens=walker.tokens)
         text, has_ended = walker.walk(form.grammar(rules), seed, begin)
         forced = read(form, [text], is_forced=True)
@@ -299,3 +303,16 @@ def test_ids_of_other_fields_are_left_out_of_arguments() -> None:
     assert isinstance(call, CallDelta)
     assert call.arguments == JSON
     assert isinstance(MARKUPS["cohere-0"].markups[0].arguments, CallObject)
+
+
+def test_a_text_that_only_begins_contents_is_left_out(walker: ByteWalker) -> None:
+    form = MARKUPS["functionary_v32-0"]
+    for is_forced in (False, True):
+        for parts in (["all\nIt rains."], list("all\nIt rains.")):
+            assert read(form, parts, is_forced=is_forced) == ["It rains."]
+        called = read(form, list("all\nI look.\n>>>look-2\n{}"), is_forced=is_forced)
+        assert called == ["I look.", CallDelta(0, "look-2", "{}", is_last=True)]
+    assert read(form, ["It rains."]) == ["It rains."]
+    free = form.grammar(CallRules(functions=FUNCTIONS))
+    assert not walker.takes(free, "It rains.")
+    assert walker.takes(free, "all\nlook\n{}")

@@ -33,10 +33,14 @@ COHERE = ReasoningTags(
 # Granite 3.2.
 GRANITE = ReasoningTags("granite", "Here is my thought process:", "Here is my response:")
 KIMI_VL = ReasoningTags("kimi_vl", "◁think▷", "◁/think▷")
+# MiniMax M3, which begins an answer without thoughts with the closing tag.
+MINIMAX_M3 = ReasoningTags("minimax_m3", "<mm:think>", "</mm:think>", answer_tags=(("</mm:think>", ""),))
 # Magistral, Ministral 3.
 MISTRAL = ReasoningTags("mistral", "[THINK]", "[/THINK]")
 SEED_OSS = ReasoningTags("seed_oss", "<seed:think>", "</seed:think>")
+SOLAR_OPEN2 = ReasoningTags("solar_open2", "<|think:start|>", "<|think:end|>")
 ALL: tuple[ReasoningFormat, ...] = (
-    *(APERTUS, APRIEL, COHERE, GEMMA4, GRANITE, Harmony(), KIMI_VL, MISTRAL, SEED_OSS, THINK, THINK_ANSWER),
+    *(APERTUS, APRIEL, COHERE, GEMMA4, GRANITE, Harmony(), KIMI_VL, MINIMAX_M3, MISTRAL),
+    *(SEED_OSS, SOLAR_OPEN2, THINK, THINK_ANSWER),
 )
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {form.name: form for form in ALL}

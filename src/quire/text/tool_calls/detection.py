@@ -126,7 +126,9 @@ def _detect(template: ChatTemplate, forms: Iterable[ToolFormat]) -> Detection[To
         why = "the chat template writes calls in a format that is not known"
         return Detection(None, why if nearest is None else f"{why}; the nearest one is {nearest}")
     if instructions is None:
-        return Detection(None, "the chat template cannot be rendered with tools")
+        marked = _shown(variants, template.literals)
+        why = "the chat template cannot be rendered with tools"
+        return Detection(None, f"{why}; its marks are those of {marked[0].name}" if marked else why)
     if answers[0] is None and (shown := _shown(variants, template.literals)):
         return Detection(shown[0], "whose marks the chat template has, although it refuses messages with calls")
     return Detection(None, "the chat template writes no calls, and its instructions show no format")
@@ -235,7 +237,7 @@ def _shown(forms: Iterable[ToolFormat], text: str) -> list[ToolFormat]:
     shown = []
     for form in forms:
         marks = _marks(form)
-        if all(mark in text for mark in marks) and _is_told(form, text):
+        if marks and all(mark in text for mark in marks) and _is_told(form, text):
             shown.append((-sum(map(len, marks)), form))
     shown.sort(key=lambda one: one[0])
     return [form for _, form in shown]

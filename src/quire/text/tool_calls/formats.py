@@ -122,6 +122,20 @@ DEEPSEEK_V32 = Markup(
     inner_marks=("｜DSML｜",),
 )
 DEEPSEEK_V4 = replace(DEEPSEEK_V32, begin="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
+# V4.1: a space in each tag.
+DEEPSEEK_V41 = replace(
+    DEEPSEEK_V32,
+    begin="<｜DSML｜ calls>",
+    call_begin='<｜DSML｜ invoke name="',
+    arguments=TaggedArguments(
+        key_begin='<｜DSML｜ parameter name="',
+        key_end='" string="true">',
+        json_key_end='" string="false">',
+        value_end="</｜DSML｜ parameter>\n",
+    ),
+    call_end="</｜DSML｜ invoke>",
+    end="</｜DSML｜ calls>",
+)
 # GLM 4.7 and 5; then GLM 4.5 and 4.6, with line breaks.
 GLM47 = Markup(
     begin="<tool_call>",
@@ -134,6 +148,19 @@ GLM45 = replace(
     name_end="\n",
     arguments=TaggedArguments(key_begin="<arg_key>", key_end="</arg_key>\n<arg_value>", value_end="</arg_value>\n"),
     next_block="\n",
+)
+# Hunyuan 3: the same tags in a block.
+HY_V3 = Markup(
+    begin="<tool_calls>",
+    open="\n",
+    between="\n",
+    call_begin="<tool_call>",
+    name_end="<tool_sep>\n",
+    arguments=TaggedArguments(key_begin="<arg_key>", key_end="</arg_key>\n<arg_value>", value_end="</arg_value>\n"),
+    call_end="</tool_call>",
+    close="\n",
+    end="</tool_calls>",
+    inner_marks=("<tool_call>", "<tool_sep>", *GLM47.inner_marks),
 )
 # Kimi K2, which counts the calls of a conversation: "tool_call_guidance" of its model card.
 KIMI_K2 = Markup(
@@ -161,6 +188,42 @@ MINIMAX_M2 = Markup(
     close="\n",
     end="</minimax:tool_call>",
 )
+# Step 3, whose later versions have Qwen3-Coder's format.
+STEP3 = Markup(
+    begin="<｜tool_calls_begin｜>",
+    open="\n",
+    between="\n",
+    call_begin='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+    name_end='">\n',
+    arguments=TaggedArguments(key_begin='<steptml:parameter name="', key_end='">', value_end="</steptml:parameter>\n"),
+    call_end="</steptml:invoke><｜tool_call_end｜>",
+    close="\n",
+    end="<｜tool_calls_end｜>",
+    inner_marks=("<｜tool_call_begin｜>", "<｜tool_call_end｜>", "<｜tool_sep｜>"),
+)
+# Solar Open 2.
+SOLAR_OPEN2 = Markup(
+    begin="<|tool_call:start|>",
+    name_end="\n",
+    arguments=TaggedArguments(
+        key_begin="<|tool_arg:start|>", key_end="<|tool_arg:value|>", value_end="<|tool_arg:end|>\n"
+    ),
+    call_end="<|tool_call:end|>",
+    inner_marks=("<|tool_call:end|>", "<|tool_arg:start|>", "<|tool_arg:value|>", "<|tool_arg:end|>"),
+)
+# MiroThinker: the tags of MCP's clients.
+MIROTHINKER = Markup(
+    begin="<use_mcp_tool>",
+    open="\n",
+    between="\n",
+    server_begin="<server_name>",
+    call_begin="</server_name>\n<tool_name>",
+    name_end="</tool_name>\n<arguments>\n",
+    arguments=JsonArguments(),
+    call_end="\n</arguments>",
+    close="\n",
+    end="</use_mcp_tool>",
+)
 # Seed-OSS: lists and objects in Python's syntax.
 SEED_OSS = replace(
     QWEN3_XML,
@@ -182,12 +245,23 @@ COHERE = Markup(
     close="\n]",
     end="<|END_ACTION|>",
 )
+# Command R and R+ of 2024, whose templates indent JSON.
+COMMAND_R = Markup(
+    begin="Action:",
+    open="\n```json\n[\n    ",
+    between=",\n    ",
+    arguments=CallObject(name_key="tool_name", arguments_key="parameters"),
+    close="\n]```",
+)
+# xLAM 2: a list of JSON alone, or in a block of code.
+XLAM = replace(GRANITE, begin="```json\n", end="\n```", may_be_bare=True)
 # Phi-4-mini, Firefunction v2.
 PHI4_MINI = replace(GRANITE, begin="functools")
-# Hunyuan A13B; then Apriel, with ids; then Jamba, with line breaks.
+# Hunyuan A13B; then Apriel, with ids; then Jamba, with line breaks; then MiniMax M1, an object on each line.
 HUNYUAN = replace(GRANITE, begin="<tool_calls>", end="</tool_calls>")
 HUNYUAN_IDS = replace(HUNYUAN, arguments=CallObject(last_key="id"), id_pattern="[a-zA-Z0-9_-]{1,64}")
 HUNYUAN_LINES = replace(HUNYUAN, open="[\n    ", between=",\n    ", close="\n]")
+HUNYUAN_OBJECTS = replace(HUNYUAN, open="\n", between="\n", close="\n")
 # Nemotron Nano 2, Nemotron Super 1.5.
 NEMOTRON = replace(GRANITE, begin="<TOOLCALL>", end="</TOOLCALL>")
 # Apertus: objects whose only key is the function's name.
@@ -217,6 +291,15 @@ INTERNLM = Markup(
 LONGCAT = replace(HERMES, begin="<longcat_tool_call>", end="</longcat_tool_call>")
 # Functionary 3.1, and Llama 3.1 with functions of the user's own.
 FUNCTIONARY = Markup(begin="<function=", name_end=">", arguments=JsonArguments(), call_end="</function>")
+# Functionary 3.2: the prompt ends with a mark, after which there is a name, or `all` and content.
+FUNCTIONARY_V32 = Markup(
+    begin=">>>",
+    between=">>>",
+    name_end="\n",
+    arguments=JsonArguments(),
+    may_be_bare=True,
+    content_begin="all\n",
+)
 # Llama 3.2 and 4: a list in Python's syntax, whose marks only Llama 4 writes.
 PYTHONIC = replace(LFM2, begin="<|python_start|>", end="<|python_end|>", may_be_bare=True)
 # OLMo 3: a call in Python's syntax on each line.
@@ -260,6 +343,11 @@ class MarkupFormat:
         return self.markups[0].may_be_bare
 
     @property
+    def content_begin(self) -> str:
+        """The text before the content of an output that does not begin with calls; "" if there is none."""
+        return self.markups[0].content_begin
+
+    @property
     def id_chars(self) -> int | None:
         """The length of call ids (letters and digits) that templates require; None for any length."""
         return self.markups[0].id_chars
@@ -297,10 +385,13 @@ MISTRAL = (MISTRAL_LIST, MISTRAL_SPACED_LIST, MISTRAL_ID_LIST, MISTRAL_NAMED, MI
 ALL: tuple[ToolFormat, ...] = (
     MarkupFormat("apertus", (APERTUS,)),
     MarkupFormat("cohere", (COHERE,)),
+    MarkupFormat("command_r", (COMMAND_R,)),
     MarkupFormat("deepseek", (DEEPSEEK, DEEPSEEK_FENCED)),
     MarkupFormat("deepseek_v32", (DEEPSEEK_V32,)),
     MarkupFormat("deepseek_v4", (DEEPSEEK_V4,)),
+    MarkupFormat("deepseek_v41", (DEEPSEEK_V41,)),
     MarkupFormat("functionary", (FUNCTIONARY,)),
+    MarkupFormat("functionary_v32", (FUNCTIONARY_V32,)),
     MarkupFormat("functiongemma", (FUNCTION_GEMMA,)),
     MarkupFormat("gemma4", (GEMMA4,)),
     MarkupFormat("gigachat3", (GIGACHAT3,)),
@@ -310,13 +401,15 @@ ALL: tuple[ToolFormat, ...] = (
     MarkupFormat("granite_20b", (GRANITE_20B,)),
     HarmonyCalls(),
     MarkupFormat("hermes", (HERMES,)),
-    MarkupFormat("hunyuan", (HUNYUAN, HUNYUAN_IDS, HUNYUAN_LINES)),
+    MarkupFormat("hunyuan", (HUNYUAN, HUNYUAN_IDS, HUNYUAN_LINES, HUNYUAN_OBJECTS)),
+    MarkupFormat("hy_v3", (HY_V3,)),
     MarkupFormat("internlm", (INTERNLM,)),
     MarkupFormat("kimi_k2", (KIMI_K2,)),
     MarkupFormat("lfm2", (LFM2,)),
     MarkupFormat("llama3", (LLAMA3,)),
     MarkupFormat("longcat", (LONGCAT,)),
     MarkupFormat("minimax_m2", (MINIMAX_M2,)),
+    MarkupFormat("mirothinker", (MIROTHINKER,)),
     MarkupFormat("mistral", MISTRAL),
     MarkupFormat("nemotron", (NEMOTRON,)),
     MarkupFormat("olmo3", (OLMO3,)),
@@ -324,5 +417,8 @@ ALL: tuple[ToolFormat, ...] = (
     MarkupFormat("pythonic", (PYTHONIC,)),
     MarkupFormat("qwen3_xml", (QWEN3_XML,)),
     MarkupFormat("seed_oss", (SEED_OSS,)),
+    MarkupFormat("solar_open2", (SOLAR_OPEN2,)),
+    MarkupFormat("step3", (STEP3,)),
+    MarkupFormat("xlam", (XLAM,)),
 )
 FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in ALL}

@@ -25,6 +25,7 @@ class HarmonyCalls:
     marker = TO_FUNCTION
     other_markers = (START, CHANNEL, MESSAGE, END, CALL, CONSTRAIN)
     may_be_bare = False
+    content_begin = ""
     id_chars = None
     counted_id = ""
     answer_head = "thought* final "

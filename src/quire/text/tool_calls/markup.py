@@ -83,7 +83,7 @@ class Markup:
     """One spelling of calls: blocks of one or several calls, in text or one after the other.
 
         block = begin open call (between call)* close end
-        call  = call_begin NAME (id_begin ID)? name_end ARGUMENTS call_end
+        call  = (server_begin SERVER)? call_begin NAME (id_begin ID)? name_end ARGUMENTS call_end
 
     A grammar has these texts exactly. A reader ignores white space at their ends, and around line breaks inside them.
 
@@ -95,6 +95,7 @@ class Markup:
         close: text after the last call.
         end: mark after it; "" if there is none.
         next_block: text between two blocks of outputs without other text, if a block has one call; it may be left out.
+        server_begin: text before the name of a server that has the function; "" if calls name none.
         call_begin: text before the name.
         id_begin: text before an id of the call after the name, which may be left out; "" if there are no ids.
         id_pattern: regular expression of ids of calls.
@@ -102,6 +103,8 @@ class Markup:
         call_end: text after the arguments.
         inner_marks: further texts for which a tokenizer may have single tokens.
         may_be_bare: True if an output may begin with calls without `begin`; they are its whole text.
+        content_begin: text before the content of an output that does not begin with calls, which is left out; "" if
+            there is none.
         id_chars: length of call ids (letters and digits) that templates require; None for any length.
         counted_id: call ids that models and templates write, with `{name}` and `{number}` of the call, which counts the
             calls of a conversation from 0; "" if ids are random.
@@ -114,6 +117,7 @@ class Markup:
     close: str = ""
     end: str = ""
     next_block: str = ""
+    server_begin: str = ""
     call_begin: str = ""
     id_begin: str = ""
     id_pattern: str = ""
@@ -121,6 +125,7 @@ class Markup:
     call_end: str = ""
     inner_marks: tuple[str, ...] = ()
     may_be_bare: bool = False
+    content_begin: str = ""
     id_chars: int | None = None
     counted_id: str = ""
 

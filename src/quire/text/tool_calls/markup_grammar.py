@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
+from quire.text.schemas.patterns import quoted
 from quire.text.tool_calls.argument_schema import objects_of
+from quire.text.tool_calls.calls import NAME
 from quire.text.tool_calls.grammar import CallRules, arguments, free_text, joined, literal, whole, written
 from quire.text.tool_calls.markup import CallObject, JsonArguments, KeywordArguments, Markup, parts_of
 from quire.text.tool_calls.tag_grammar import tagged_arguments
@@ -61,7 +63,8 @@ def _calls(markup: Markup, rules: CallRules) -> tuple[list[str], list[str], list
             heads.append(joined(literal("{"), *first, *named))
             tails.append(joined(f"args_{idx}", last, literal("}")))
             continue
-        before, name_end = fixed(markup.call_begin + function.name), fixed(markup.name_end)
+        server = joined(fixed(markup.server_begin), f"/{NAME}/") if markup.server_begin else ""
+        before, name_end = joined(server, fixed(markup.call_begin + function.name)), fixed(markup.name_end)
         heads.append(joined(before, f"({call_id})?" if call_id else "", name_end))
         if isinstance(form, JsonArguments):
             tails.append(joined(f"args_{idx}", fixed(markup.call_end)))
@@ -81,8 +84,9 @@ def _calls(markup: Markup, rules: CallRules) -> tuple[list[str], list[str], list
 def _bare_or_marked(markup: Markup, rules: CallRules, tails: Iterable[str]) -> list[str]:
     """Return the rules of text that does not begin like a call, of calls from the beginning, and of calls after a mark.
 
-    Text never begins like a call, so that every text that is read as a call is constrained as one. It contains no added
-    tokens, since these end a turn or are reserved in the vocabularies of models with such calls.
+    Text never begins like a call, so that every text that is read as a call is constrained as one; if contents have a
+    beginning of their own, it has that. It contains no added tokens, since these end a turn or are reserved in the
+    vocabularies of models with such calls.
     """
     form = markup.arguments
     lines: list[str] = []
@@ -99,7 +103,7 @@ def _bare_or_marked(markup: Markup, rules: CallRules, tails: Iterable[str]) -> l
     more = f"({separator} ({' | '.join(others)}))*" if rules.is_parallel else ""
     begun = f"({' | '.join(first)})"
     names = "|".join(function.name for function in rules.functions)
-    text = f"/(?s:.*)/ & ~/{_spaced(markup.open)}{_begun(markup, f'({names})')}(?s:.*)/"
+    text = f"/{quoted(markup.content_begin)}(?s:.*)/ & ~/{_spaced(markup.open)}{_begun(markup, f'({names})')}(?s:.*)/"
     return [
         "start: free | bare | opened body",
         f"bare: {joined(begun, more, written(markup.close, rules.tokens))}",
@@ -123,4 +127,6 @@ def _begun(markup: Markup, name: str) -> str:
 
 def _spaced(text: str) -> str:
     """Return the regular expression of a fixed text as readers take it, with any white space before its parts."""
+    if text and not parts_of(text):
+        return f"{SPACE}[ \\t\\n\\r]"
     return "".join(f"{SPACE}{re.escape(part)}" for part in parts_of(text))

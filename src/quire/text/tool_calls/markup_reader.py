@@ -113,7 +113,8 @@ class BlockReader:
 
     def _name(self, pos: int) -> Generator[Piece | None, None, tuple[Function, int] | None]:
         """Read a function's name, and an id of the call after it; return the function and the end."""
-        opened = yield from self._fixed(pos, self.markup.call_begin)
+        after = (yield from self._server(pos)) if self.markup.server_begin else pos
+        opened = None if after is None else (yield from self._fixed(after, self.markup.call_begin))
         begin = None if opened is None else (yield from self.incoming.past_space(opened))
         end = None if begin is None else (yield from self.incoming.name(begin))
         function = None if end is None else self.state.functions.get(self.incoming.text[begin:end])
@@ -127,6 +128,12 @@ class BlockReader:
             begin = yield from self.incoming.past_space(marked)
             end = None if begin is None else (yield from self.incoming.name(begin))
         return None if end is None else (function, end)
+
+    def _server(self, pos: int) -> Reading:
+        """Read the name of a server."""
+        opened = yield from self._fixed(pos, self.markup.server_begin)
+        begin = None if opened is None else (yield from self.incoming.past_space(opened))
+        return None if begin is None else (yield from self.incoming.name(begin))
 
     def _json(self, pos: int, name: str) -> CallReading:
         """Read arguments that are JSON, and the end of the call."""

@@ -30,6 +30,10 @@ class ToolFormat(Protocol):
         """True if an output may begin with calls without a marker."""
 
     @property
+    def content_begin(self) -> str:
+        """The text before the content of an output that does not begin with calls; "" if there is none."""
+
+    @property
     def id_chars(self) -> int | None:
         """The length of call ids (letters and digits) that templates require; None for any length."""
 
@@ -142,7 +146,8 @@ def _read(form: ToolFormat, incoming: Incoming, reader: CallReader) -> Generator
         if is_call and _ends_in_call(incoming, reader):
             yield from reader.cut(incoming.text[end or 0 :])
             return
-        incoming.consume(end or 0)
+        begun = (yield from incoming.literal(0, form.content_begin)) if end is None and form.content_begin else None
+        incoming.consume(end or begun or 0)
         is_after_call = end is not None
     while True:
         reader.note_name(None)
