@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quire import BeamSearchParams, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
+from quire.engine.inputs.images.decoding import Pixels
+from quire.engine.inputs.images.processing import ImageProcessing
 from quire.engine.inputs.prompts import Prompt
-from quire.errors import InvalidParameter
+from quire.engine.startup import vision
+from quire.errors import InvalidParameter, PromptTooLong, RequestError, UnsupportedFeature
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.vision_towers import qwen_vision
 from quire.models.modules.vision_encoder import VisionEncoder
@@ -61,6 +65,18 @@ RECURRENT: dict[str, Any] = {
     "rope_parameters": TEXT["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
 }
 IDS = {"image_token_id": IMAGE, "video_token_id": 203, "vision_start_token_id": START, "vision_end_token_id": END}
+
+
+SETTINGS: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 256, "longest_edge": 5120},
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+PROCESSING = ImageProcessing(4, 2, 2, None, 256, 5120, "bicubic", 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 class Family(NamedTuple):
@@ -223,3 +239,136 @@ def test_a_grid_belongs_to_the_tokens_of_its_embeddings(case: Case) -> None:
         changed = {"prompt_token_ids": prompt["prompt_token_ids"], "media": [media | {"grid": grid}]}
         with pytest.raises(InvalidParameter, match=r"media\[0\]\.grid"):
             llm.generate([changed], use_tqdm=False)
+
+
+# Prompts, and transformers' tokens for them.
+Pictures = list[tuple[dict[str, Any], list[int]]]
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    noise = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.frombytes("RGB", (width, height), noise.numpy().tobytes())
+
+
+def num_encoded(llm: LLM) -> int:
+    """Return how many images the runner of an engine has encoded."""
+    return int(llm.engine.executor._runner._embeddings.num_encoded)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def pictures(case: Case) -> Pictures:
+    """Return prompts with pictures, and transformers' tokens for their patches."""
+    (case.folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(case.folder, dtype=torch.float32).eval()
+    found = []
+    for sizes in ([(20, 33)], [(33, 20)], [(8, 8), (70, 20)], [(16, 16), (16, 16)]):
+        images = [picture(*size, seed=7) for size in sizes]
+        token_ids = [token % 190 for token in ragged_prompts()[0][:9]]
+        token_ids += [token for _ in images for token in (START, IMAGE, END)] + [3, 5, 8, 13]
+        patches = [PROCESSING.patches_of("image", Pixels(each.height, each.width, each.tobytes())) for each in images]
+        expanded: list[int] = []
+        left = iter(patches)
+        for token in token_ids:
+            expanded += [token] * (len(next(left).values) // 4 if token == IMAGE else 1)
+        inputs = {"input_ids": torch.tensor([expanded]), "pixel_values": torch.cat([each.values for each in patches])}
+        inputs["image_grid_thw"] = torch.tensor([[1, each.rows, each.columns] for each in patches])
+        inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"])}
+        inputs |= {"mm_token_type_ids": (inputs["input_ids"] == IMAGE).int()}
+        with torch.inference_mode():
+            tokens = model.generate(
+                **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}}
+        found.append((prompt, tokens[0, -NEW_TOKENS:].tolist()))
+    return found
+
+
+def test_pictures_are_encoded_once(case: Case, pictures: Pictures, tmp_path: Path) -> None:
+    cache = {"prefix_cache_dir": str(tmp_path / "cache"), "swap_space": 16 << 20}
+    llm = load(case, **cache, block_size=4)
+    for prompt, expected in pictures:
+        (output,) = run(llm, [prompt])
+        assert output.outputs[0].token_ids == expected
+    # Two pictures of one prompt are the same.
+    assert num_encoded(llm) == 5
+    for prompt, expected in pictures:
+        (output,) = run(llm, [prompt])
+        assert output.outputs[0].token_ids == expected
+        assert output.num_cached_tokens > 0
+    assert num_encoded(llm) == 5
+    llm.close()
+    again = load(case, **cache, block_size=4)
+    for prompt, expected in pictures:
+        assert run(again, [prompt])[0].outputs[0].token_ids == expected
+    # Whole blocks of a prompt's beginning come from disk; a prompt that ends in its image may need some of its rows.
+    assert num_encoded(again) <= 1
+    again.close()
+
+
+def test_pictures_under_pressure(case: Case, pictures: Pictures) -> None:
+    prompts: list[Prompt] = []
+    prompts += [prompt for prompt, _ in pictures] * 3
+    expected = [tokens for _, tokens in pictures] * 3
+    for options in (
+        {"num_kv_blocks": case.scarce_blocks},
+        {"num_kv_blocks": case.scarce_blocks, "swap_space": 8 << 20, "preemption_mode": "swap"},
+        {"max_num_batched_tokens": 5, "max_num_seqs": 3},
+    ):
+        llm = load(case, **options)
+        assert [output.outputs[0].token_ids for output in run(llm, prompts)] == expected
+        llm.close()
+
+
+def test_a_picture_is_a_file_its_path_or_an_image(case: Case, pictures: Pictures, tmp_path: Path) -> None:
+    llm = load(case)
+    prompt, expected = pictures[0]
+    (image,) = prompt["multi_modal_data"]["image"]
+    path = tmp_path / "a.png"
+    image.save(path)
+    for form in (path, str(path), path.read_bytes(), image, [image]):
+        (output,) = run(llm, [{"prompt_token_ids": prompt["prompt_token_ids"], "multi_modal_data": {"image": form}}])
+        assert output.outputs[0].token_ids == expected
+    ids = prompt["prompt_token_ids"]
+    for data, words in (
+        ({"image": b"no image"}, r"multi_modal_data\.image\[0\]"),
+        ({"image": str(tmp_path / "none.png")}, r"image\[0\].*No such file"),
+        ({"image": 5}, r"image\[0\] must be bytes of an image file, its path, or an image of Pillow"),
+        ({"image": [image, image]}, "with 2 tokens 200, one for each image, got 'one with 1'"),
+        ({"video": image}, 'a mapping with "image"; videos and audio are not supported'),
+        (image, 'a mapping with "image"'),
+        ({"image": picture(1, 300, 0)}, "factor of at most 200"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.generate([{"prompt_token_ids": ids, "multi_modal_data": data}], use_tqdm=False)
+    with pytest.raises(PromptTooLong):
+        llm.generate([{"prompt_token_ids": ids * 2, "multi_modal_data": {"image": [picture(400, 400, 0)] * 2}}])
+    assert not llm.engine.has_unfinished
+    llm.close()
+
+
+def test_texts_are_served_where_images_are_not(
+    case: Case, pictures: Pictures, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = case.prompts[0]
+    settings = case.folder / "preprocessor_config.json"
+    whole = settings.read_text()
+    for changed, words in (
+        (json.dumps(SETTINGS | {"patch_size": 16}), "patch_size must be 4"),
+        (json.dumps(SETTINGS | {"image_processor_type": "Other"}), "Other"),
+        ("{", "preprocessor_config"),
+    ):
+        settings.write_text(changed)
+        caplog.clear()
+        llm = load(case)
+        assert words in caplog.text
+        assert run(llm, [text])[0].outputs[0].token_ids == case.outputs[0]
+        with pytest.raises(UnsupportedFeature, match="multi_modal_data is not supported"):
+            llm.generate([pictures[0][0]], use_tqdm=False)
+        llm.close()
+    settings.write_text(whole)
+    monkeypatch.setattr(vision, "find_spec", lambda _name: None)
+    caplog.set_level("INFO")
+    llm = load(case)
+    assert "quire[vision]" in caplog.text
+    assert run(llm, [text])[0].outputs[0].token_ids == case.outputs[0]
+    llm.close()

@@ -69,7 +69,8 @@ def test_the_language_model_of_a_checkpoint_with_images(
     reference.save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(str(tmp_path))
     decoder = load_decoder(checkpoint, device="cpu", dtype=torch.float32)
-    assert "visual" in caplog.text
+    # Those of Qwen3-VL are its encoder's, which an engine loads too.
+    assert ("visual" in caplog.text) == name.startswith("qwen2")
     token_ids = [token % 200 for token in random_tokens(40)]
     assert_same(PagedRun(decoder).step({0: token_ids})[0], reference_logits(reference, token_ids))
     if name.endswith("moe"):

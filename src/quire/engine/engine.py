@@ -12,6 +12,7 @@ from quire.distributed.ranks import Ranks
 from quire.engine.adapters import AdapterRegistry, acquire_adapter
 from quire.engine.control.step_recorder import StepRecorder
 from quire.engine.inputs.embeddings import EmbeddingsReader
+from quire.engine.inputs.images.reader import ImageReader
 from quire.engine.inputs.prompts import Prompt, PromptReader
 from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.engine.inputs.request_options import RequestOptions
@@ -74,6 +75,7 @@ class Engine:
         parts: closes all that was opened for the engine; it is closed with the engine.
         disk_prefetch: loader of blocks on disk; None without a prefix cache there.
         media_reader: reader of prompts' embeddings; None if the data plane accepts none.
+        image_reader: reader of prompts' images; None for a model without an encoder of images.
         speculation: adaptive drafter, updated after each step; None without speculative decoding.
         grammars: compiler of grammars for structured outputs; None if they are unsupported.
         hand_over: hand-over of blocks to and from other engines; None without one.
@@ -103,6 +105,7 @@ class Engine:
         parts: ExitStack | None = None,
         disk_prefetch: DiskPrefetcher | None = None,
         media_reader: EmbeddingsReader | None = None,
+        image_reader: ImageReader | None = None,
         speculation: AdaptiveDrafter | None = None,
         grammars: GrammarCompiler | None = None,
         hand_over: HandOver | None = None,
@@ -120,7 +123,9 @@ class Engine:
         self._in_flight: StepInFlight | None = None
         self._last_end_s = 0.0
         self.adapters, self.ranks, self.kv_events = adapters, ranks, kv_events
-        prompts = PromptReader(tokenizer, config.vocab_size, config.max_model_len, media_reader, config.is_encoder)
+        prompts = PromptReader(
+            tokenizer, config.vocab_size, config.max_model_len, media_reader, config.is_encoder, image_reader
+        )
         self.pins = PrefixPins(config, scheduler, prompts, cache_name)
         share = config.kv_cache_metrics_sample
         pools = [group.pool for group in scheduler.memory.groups]

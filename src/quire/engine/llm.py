@@ -175,7 +175,9 @@ class LLM(PooledLLM):
         Args:
             prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`. The latter may have
                 `"media": [{"offset": ..., "embeddings": ...}, ...]`: tensors [tokens, E] of the model's dtype, which
-                replace the embeddings of the tokens from `offset` on.
+                replace the embeddings of the tokens from `offset` on. A prompt of a model that reads images may have
+                `"multi_modal_data": {"image": [...]}`: bytes of files, paths, or images of Pillow, one for each
+                placeholder in the text or the token ids.
             sampling_params: parameters of all prompts, or one object for each; None takes the model's own.
             use_tqdm: show a progress bar on standard error, if it is a terminal.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.

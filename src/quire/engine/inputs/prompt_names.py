@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 from quire.errors import RequestError, renamed
 
+# Name of the field with a prompt's images, as in vLLM.
+IMAGES = "multi_modal_data"
+
 
 def prompt_name(idx: int, count: int) -> str | None:
     """Return the name of one of `count` prompts; None if there is only one, which needs no index."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.engine.inputs.prompt_names import IMAGES
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature
 from quire.sequences.media import Media
 from quire.text.chat.chat_prompt import ChatPrompt
@@ -14,12 +15,14 @@ from quire.text.vocabulary.long_texts import TooManyTokens
 
 if TYPE_CHECKING:  # a process that only reads prompts does not import torch
     from quire.engine.inputs.embeddings import EmbeddingsReader
+    from quire.engine.inputs.images.reader import ImageReader
 
 Prompt = str | ChatPrompt | Sequence[int] | Mapping[str, object]
 # Tokens checked at a time: a compiled loop holds the interpreter lock, and other threads wait.
 CHECKED_AT_ONCE = 1 << 16
 _ALLOWED = (
     'a string, a list of token ids, {"prompt": string} or {"prompt_token_ids": list of token ids}, or that and "media"'
+    ' or "multi_modal_data"'
 )
 
 
@@ -58,6 +61,7 @@ class PromptReader(NamedTuple):
         max_model_len: context length.
         media_reader: reader of media; None if the data plane accepts no embeddings, which are refused then.
         is_encoder: True if a prompt may fill the context; else it must leave room for one more token.
+        image_reader: reader of images; None for a model without an encoder of images, which are refused then.
     """
 
     tokenizer: Tokenizer | None
@@ -65,6 +69,7 @@ class PromptReader(NamedTuple):
     max_model_len: int
     media_reader: EmbeddingsReader | None = None
     is_encoder: bool = False
+    image_reader: ImageReader | None = None
 
     @property
     def max_prompt_len(self) -> int:
@@ -141,18 +146,31 @@ class PromptReader(NamedTuple):
     def _read_mapping(self, prompt: Mapping[str, object], *, add_special_tokens: bool) -> TokenPrompt:
         names = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
         # Offsets of media count tokens, so they need a prompt of token ids.
-        allowed = {"prompt", "prompt_token_ids", *(("media",) if names == ["prompt_token_ids"] else ())}
+        allowed = {"prompt", "prompt_token_ids", IMAGES, *(("media",) if names == ["prompt_token_ids"] else ())}
         if len(names) != 1 or set(prompt) - allowed:
             raise InvalidParameter("prompt", sorted(map(str, prompt)), _ALLOWED)
         inner, media = prompt[names[0]], prompt.get("media")
         if isinstance(inner, str) != (names[0] == "prompt"):
             raise InvalidParameter(names[0], inner, "a string" if names[0] == "prompt" else "a list of token ids")
         whole = self.read(inner, add_special_tokens=add_special_tokens)
+        if prompt.get(IMAGES) is not None:
+            if media is not None:
+                raise InvalidParameter(IMAGES, sorted(map(str, prompt)), "left out beside media")
+            return self._with_images(whole, prompt[IMAGES])
         if media is None:
             return whole
         if self.media_reader is None:
             raise UnsupportedFeature("media", "this engine computes no embeddings")
         return whole._replace(media=self.media_reader.read(media, len(whole.token_ids)))
+
+    def _with_images(self, prompt: TokenPrompt, value: object) -> TokenPrompt:
+        """Return a prompt with its images in place of their placeholders."""
+        if self.image_reader is None:
+            raise UnsupportedFeature(IMAGES, "this engine has no encoder of images")
+        token_ids, media = self.image_reader.place(prompt.token_ids, self.image_reader.read(value))
+        if len(token_ids) > self.max_prompt_len:
+            raise too_long(TooManyTokens(len(token_ids), is_exact=True), self.max_prompt_len, self.max_model_len)
+        return prompt._replace(token_ids=token_ids, media=media)
 
 
 def check_token_ids(name: str, token_ids: Sequence[object], vocab_size: int) -> list[int]:

@@ -32,6 +32,7 @@ from quire.engine.startup.model_defaults import read_default_params
 from quire.engine.startup.model_facts import cache_groups, dtype_on, model_facts, step_cost, stored_dtype
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.tokenizers import open_tokenizer, read_end_token_ids
+from quire.engine.startup.vision import load_vision, open_image_reader
 from quire.engine.startup.weight_check import check_cache, check_weights
 from quire.errors import ConfigError
 from quire.execution.runners.executor import Executor
@@ -134,6 +135,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
     dtype = dtype_on(device, choose_dtype(options.dtype, checkpoint), options.dtype)
     _prepare_process(options, ranks)
     config, model, guide, draft = _load_models(config, checkpoint, tokenizer, device, dtype, wrap, ranks)
+    vision = None if ranks is not None else load_vision(options, checkpoint, device, dtype)
     slots = None if isinstance(model, Encoder) else take_adapters(config.lora, checkpoint, model, ranks)
     stored = stored_dtype(config, dtype)
     groups = [spec for part in (model, draft) if part for spec in cache_groups(config, part, stored)]
@@ -153,7 +155,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
         disk = open_stores(config, models, resolved, groups, dtype, parts, ranks)
     memory = open_memory(resolved, sizing, parts, disk, config.cache.record_memory)
     with bound_to(() if ranks is None else ranks.home):
-        executor = open_executor(model, draft, memory, resolved, dtype, stored, disk, grammars, parts)
+        executor = open_executor(model, draft, memory, resolved, dtype, stored, disk, grammars, parts, vision)
     commands = None if ranks is None or not ranks.is_leader else CommandStream(ranks.send_commands)
     disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, parts, ranks, commands)
     speculation = make_speculation(config.speculative)
@@ -173,6 +175,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
         disk_prefetch=disk_prefetch,
         # Keyed with the memory manager's secret, which is stored with a prefix cache on disk.
         media_reader=_media_reader(model, memory),
+        image_reader=None if vision is None else open_image_reader(vision, checkpoint, options, memory, parts),
         speculation=speculation,
         grammars=grammars,
         hand_over=hand_over,

@@ -21,6 +21,7 @@ from quire.execution.step.embeddings import MultimodalEmbeddings
 from quire.execution.step.kv_storage import make_storages
 from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.mtp import MTPHead
+from quire.models.modules.vision_encoder import VisionEncoder
 from quire.ops.interface.static_steps import MakesStaticSteps
 from quire.ops.interface.token_draws import DrawsTokens
 from quire.platform.host_probe import num_cores
@@ -43,6 +44,7 @@ def build_runner(
     grammars: GrammarBackend | None = None,
     captured: CaptureOptions | None = None,
     deferred: DeferredTokens | None = None,
+    vision: VisionEncoder | None = None,
 ) -> ModelRunner:
     """Return the runner of a loaded decoder, with its KV memory.
 
@@ -60,6 +62,7 @@ def build_runner(
         captured: steps to capture; None for none.
         deferred: device tokens of steps, which are read after the next step was launched; None to read them with each
             step.
+        vision: encoder of images; None for a model without one.
     """
     torch_device = torch.device(device)
     groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
@@ -83,7 +86,7 @@ def build_runner(
         sampler = Sampler(torch_device, grammar_states, keep, draws if is_apart else None, deferred)
     drafts = None if draft is None else DraftTokens()
     # With a draft model no plan is made ahead, so the only placeholders are drafts.
-    media = MultimodalEmbeddings(torch_device)
+    media = MultimodalEmbeddings(torch_device, vision)
     builder = BatchBuilder(block_size, torch_device, caches, drafts or deferred, media.by_sequence)
     own, drafter, steps, passes = len(decoder.cache_groups), None, None, None
     if captured is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from quire.errors import CheckpointError
 from quire.models.families.encoder_layout import read_elementwise, read_heads
@@ -122,6 +122,36 @@ def gemma3_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
     for idx in range(len(spec.layers)):
         names |= map_modules(f"layers.{idx}", f"{tower}.encoder.layers.{idx}", _SIGLIP_LAYER, has_bias=True)
     return spec, names
+
+
+# Name under "architectures" in a checkpoint's config.json -> reader of its vision encoder.
+TOWERS: Final[Mapping[str, Callable[[HFConfig], tuple[VisionSpec, WeightMap]]]] = dict.fromkeys(
+    (
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    ),
+    qwen_vision,
+)
+
+
+def build_vision(config: Mapping[str, Any]) -> tuple[VisionSpec, WeightMap] | None:
+    """Return the vision encoder of a checkpoint whose images can be prompts, and its tensors; None for others."""
+    names = config.get("architectures")
+    reader = TOWERS.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
+    return None if reader is None else reader(HFConfig(config))
+
+
+def is_of_vision(config: Mapping[str, Any], tensor: str) -> bool:
+    """Return whether a tensor is one of a vision encoder in `TOWERS`, and so no part of the decoder."""
+    names = config.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] in TOWERS and tensor.startswith("model.visual.")
+
+
+def image_token_id(config: Mapping[str, Any]) -> int:
+    """Return the token that stands for an image in texts, as chat templates write it."""
+    return HFConfig(config).count("image_token_id", 151655)
 
 
 def _vision_config(config: HFConfig) -> HFConfig:

@@ -14,8 +14,10 @@ from quire.models.adapters.merging import MergedAdapter
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.finite_values import MOST_BROKEN_ROWS, check_finite, place_of
 from quire.models.checkpoints.tensor_reader import TensorReader, join_parts
+from quire.models.families.vision_towers import is_of_vision
 from quire.models.modules.decoder import Decoder
 from quire.models.modules.encoder import Encoder
+from quire.models.modules.vision_encoder import VisionEncoder
 from quire.models.specs.sharding import Split
 from quire.models.specs.spec import WeightMap
 from quire.models.tensors.dtypes import DTYPES, STORED_DTYPES
@@ -62,7 +64,7 @@ def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
 def load_weights(
     checkpoint: Checkpoint,
     weight_map: WeightMap,
-    model: Decoder | Encoder,
+    model: Decoder | Encoder | VisionEncoder,
     splits: Mapping[str, Split] | None = None,
     merged: MergedAdapter | None = None,
 ) -> None:
@@ -88,7 +90,8 @@ def load_weights(
     for name, shape in shapes.items():
         whole = splits[name].whole_shape(shape) if name in splits else shape
         _check_parameter(checkpoint, reader, name, whole, weight_map[name])
-    _warn_of_unused(checkpoint, reader, weight_map)
+    if not isinstance(model, VisionEncoder):
+        _warn_of_unused(checkpoint, reader, weight_map)
     for name, shape in shapes.items():
         parts = [_as_rows(reader.read(source), len(shape)) for source in weight_map[name]]
         dtype = model.weights.dtype(name)
@@ -139,7 +142,8 @@ def _as_rows(tensor: Tensor | LayerWeight, num_dims: int) -> Tensor | LayerWeigh
 
 def _warn_of_unused(checkpoint: Checkpoint, reader: TensorReader, weight_map: WeightMap) -> None:
     used = {part for sources in weight_map.values() for source in sources for part in reader.parts_of(source)}
-    unused = sorted(name for name in checkpoint.tensors.keys() - used if not name.endswith(HARMLESS_SUFFIXES))
+    others = [name for name in checkpoint.tensors.keys() - used if not is_of_vision(checkpoint.config, name)]
+    unused = sorted(name for name in others if not name.endswith(HARMLESS_SUFFIXES))
     if unused:
         shown = ", ".join(unused[:8]) + (", ..." if len(unused) > 8 else "")
         logger.warning("%d tensors of the checkpoint are not part of the model: %s", len(unused), shown)

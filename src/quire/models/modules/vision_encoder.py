@@ -43,6 +43,21 @@ class PatchGrid(NamedTuple):
         return squares.transpose(2, 3).reshape(2, -1)
 
 
+class ImagePatches(NamedTuple):
+    """An image that is encoded when a step needs its features.
+
+    Args:
+        digest: digest of the patches, their grid and all else that the features follow from.
+        values: float32 [rows x columns, values of a patch]; see `VisionEncoder.start`.
+        rows, columns: numbers of patches.
+    """
+
+    digest: bytes
+    values: Tensor
+    rows: int
+    columns: int
+
+
 class ImagePass:
     """An image on its way through the layers: the work of an encoder between two steps of a decoder.
 

@@ -1,0 +1,117 @@
+"""Images of a prompt: from what a user gives to the tokens and media that stand for them.
+
+An image is identified by its patches and their grid before anything encodes it, so a prefix that is hit needs no
+encoder. The grid is part of that: as many tokens in another grid give other positions to all that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import c_ubyte
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+from quire.engine.inputs.images.decoding import MAX_PIXELS, ImageDecoder, Pixels
+from quire.engine.inputs.images.processing import ImageProcessing
+from quire.engine.inputs.images.sources import MAX_BYTES
+from quire.engine.inputs.prompt_names import IMAGES
+from quire.errors import InvalidParameter
+from quire.memory.prefix.prompt_embeddings import MediaSpan
+from quire.models.modules.vision_encoder import ImagePatches
+from quire.platform.bounded.files import read_file, reason_of, user_path
+from quire.sequences.media import Media
+
+DIGEST_BYTES: Final = 32
+# The only kind of data of the field.
+KIND: Final = "image"
+_ALLOWED: Final = "bytes of an image file, its path, or an image of Pillow"
+
+
+class ImageReader:
+    """Reads the images of prompts for one model; thread-safe.
+
+    Args:
+        processing: conversion of pixels to patches.
+        token_id: token that stands for an image in a prompt.
+        form: text for everything else that features follow from: the encoder's dtype and kernels.
+        key: secret of at most 64 bytes; see `EmbeddingsReader`.
+    """
+
+    def __init__(self, processing: ImageProcessing, token_id: int, form: str, key: bytes) -> None:
+        self.processing, self.token_id = processing, token_id
+        self._form = f"{form} {processing}".encode()
+        self._key = key
+        self._decoder = ImageDecoder()
+
+    def read(self, value: object) -> list[ImagePatches]:
+        """Return the images of `multi_modal_data`.
+
+        Args:
+            value: a mapping with one image or a list of images under `image`: bytes of a file, a path, or an image of
+                Pillow.
+
+        Raises:
+            InvalidParameter: another value, or an image that cannot be read or decoded; the error names it.
+            UnsupportedFeature: Pillow is not installed, and a file must be decoded.
+        """
+        if not isinstance(value, Mapping) or set(value) != {KIND}:
+            shown = sorted(map(str, value)) if isinstance(value, Mapping) else value
+            raise InvalidParameter(IMAGES, shown, 'a mapping with "image"; videos and audio are not supported')
+        images = value[KIND]
+        whole = list(images) if isinstance(images, list | tuple) else [images]
+        name = f"{IMAGES}.{KIND}"
+        return [self._patches_of(f"{name}[{idx}]", image) for idx, image in enumerate(whole)]
+
+    def place(self, token_ids: Sequence[int], images: Sequence[ImagePatches]) -> tuple[list[int], tuple[Media, ...]]:
+        """Return a prompt's tokens with as many placeholders as each image has tokens, and the media of these.
+
+        Raises:
+            InvalidParameter: the prompt has another number of placeholders than there are images.
+        """
+        count = sum(token_id == self.token_id for token_id in token_ids)
+        if count != len(images):
+            allowed = f"a prompt with {len(images)} tokens {self.token_id}, one for each image"
+            raise InvalidParameter("prompt", f"one with {count}", allowed)
+        placed: list[int] = []
+        media: list[Media] = []
+        left = iter(images)
+        for token_id in token_ids:
+            if token_id != self.token_id:
+                placed.append(token_id)
+                continue
+            image, merge = next(left), self.processing.merge_size
+            rows, columns = image.rows // merge, image.columns // merge
+            media.append(Media(MediaSpan(len(placed), rows * columns, image.digest), image, (rows, columns)))
+            placed += [token_id] * (rows * columns)
+        return placed, tuple(media)
+
+    def close(self) -> None:
+        """End the processes that decode images."""
+        self._decoder.close()
+
+    def _patches_of(self, field: str, image: object) -> ImagePatches:
+        values, rows, columns = self.processing.patches_of(field, self._pixels(field, image))
+        hasher = blake2b(self._form + f" {rows}x{columns} ".encode(), digest_size=DIGEST_BYTES, key=self._key)
+        hasher.update((c_ubyte * values.nbytes).from_address(values.data_ptr()))
+        return ImagePatches(hasher.digest(), values, rows, columns)
+
+    def _pixels(self, field: str, image: Any) -> Pixels:
+        if isinstance(image, bytes | bytearray):
+            return self._decoder.decode(field, bytes(image))
+        if isinstance(image, str | Path):
+            try:
+                return self._decoder.decode(field, read_file(user_path(str(image)), MAX_BYTES))
+            except (OSError, ValueError) as error:
+                raise InvalidParameter(field, str(image), f"a file that can be read: {reason_of(error)}") from error
+        if not all(hasattr(image, name) for name in ("convert", "tobytes", "size", "getexif")):
+            raise InvalidParameter(field, image, _ALLOWED)
+        width, height = image.size
+        if not 0 < width * height <= MAX_PIXELS:
+            raise InvalidParameter(field, f"{width}x{height} pixels", f"an image of at most {MAX_PIXELS} pixels")
+        if image.getexif().get(0x112, 1) != 1:  # the user has Pillow, which turns it upright as the decoder does
+            from PIL import ImageOps
+
+            image = ImageOps.exif_transpose(image)
+        rgb = image.convert("RGB")
+        return Pixels(rgb.height, rgb.width, rgb.tobytes())
