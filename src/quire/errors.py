@@ -238,11 +238,11 @@ class UnsupportedPart(UnsupportedFeature):
     Args:
         field: name of the part.
         kind: its type, as the request states it.
-        model: name of the model, which reads text only.
+        model: name of the model.
     """
 
     def __init__(self, field: str, kind: object, model: str = "the model") -> None:
-        super().__init__(field, f"{model} reads text only, and this part is of type {shown(kind)}")
+        super().__init__(field, f"requests to {model} are text only, and this part is of type {shown(kind)}")
         self.kind = kind
 
     def of_model(self, name: str) -> UnsupportedPart:

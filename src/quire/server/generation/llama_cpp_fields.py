@@ -55,8 +55,8 @@ UNSUPPORTED: Final[Mapping[str, Refusal]] = {
     "reasoning_budget_end_tags": (([],), _BUDGET),
     "reasoning_budget_message": (("",), _BUDGET),
     "response_fields": (([],), "answers have the fields of OpenAI's protocol"),
-    "image_data": (([],), "the model reads text only"),
-    "multimodal_data": (([],), "the model reads text only"),
+    "image_data": (([],), "requests over HTTP are text only"),
+    "multimodal_data": (([],), "requests over HTTP are text only"),
     "system_prompt": (("",), "send it as a message"),
 }
 # Fields that change no answer here, with the reason.

@@ -69,7 +69,7 @@ FIELDS: Final = RouteFields(
         "chat_template": ((), "templates come with the model, never from requests"),
         "documents": (([],), "put them into a message"),
         "echo": ((False,), "use /v1/completions"),
-        "mm_processor_kwargs": (({},), "the model reads text only"),
+        "mm_processor_kwargs": (({},), "requests over HTTP are text only"),
     },
     neutral=sampling.NEUTRAL,
     objects=("stream_options",),

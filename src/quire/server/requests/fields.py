@@ -34,7 +34,7 @@ class MediaRefusal(NamedTuple):
     """The refusal of a field with images or other media: the error names the kind of part, and the model."""
 
     neutral: tuple[Any, ...] = ([],)
-    why: str = "the model reads text only"
+    why: str = "requests over HTTP are text only"
 
 
 @dataclass(frozen=True)
