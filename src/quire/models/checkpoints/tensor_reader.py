@@ -20,6 +20,8 @@ from quire.models.tensors.stored_tensor import StoredTensor
 from quire.ops.interface.quantized_weight import PlainWeight, QuantizedWeight, StoredWeight
 
 WEIGHT: Final = ".weight"
+# Suffix of the codes of stacked experts in MXFP4.
+BLOCKS: Final = "_blocks"
 # Dtypes of tensors that are no weights, such as tables of indices.
 INTEGERS: Final = ("I64", "I32", "I8", "U8", "BOOL")
 
@@ -49,7 +51,7 @@ class TensorReader:
         """
         layer = name.removesuffix(WEIGHT)
         suffixes = None
-        if self._quantization is not None and (name.endswith(WEIGHT) or self._is_float8(name)):
+        if self._quantization is not None and (name.endswith(WEIGHT) or self._is_coded(name)):
             suffixes = self._quantization.suffixes(layer)
         return (name,) if suffixes is None else tuple(f"{layer}{suffix}" for suffix in suffixes)
 
@@ -79,9 +81,13 @@ class TensorReader:
 
     def stack_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape [X, out, in] of a quantised tensor of stacked matrices; None for any other tensor."""
+        if self.parts_of(name) == (name,):
+            return None
+        blocks = self._checkpoint.tensors.get(f"{name}{BLOCKS}")
+        if blocks is not None:
+            return (*blocks.shape[:2], self._layer(name).weight.shape[1])
         stored = self._checkpoint.tensors.get(name)
-        is_stack = stored is not None and len(stored.shape) == 3 and self.parts_of(name) != (name,)
-        return stored.shape if stored is not None and is_stack else None
+        return stored.shape if stored is not None and len(stored.shape) == 3 else None
 
     def read(self, name: str) -> Tensor | LayerWeight:
         """Return a tensor as a view of the mapped file; copy it if it must outlive the mapping."""
@@ -102,10 +108,10 @@ class TensorReader:
                 stored = self._checkpoint.tensors[part]
                 self._file(stored).let_go(stored)
 
-    def _is_float8(self, name: str) -> bool:
-        """Return whether a tensor has float8 codes: of stacked experts, whose names have no suffix."""
+    def _is_coded(self, name: str) -> bool:
+        """Return whether stacked experts, whose names have no suffix, are codes: float8 ones, or blocks of MXFP4."""
         stored = self._checkpoint.tensors.get(name)
-        return stored is not None and stored.dtype in FLOAT8
+        return f"{name}{BLOCKS}" in self._checkpoint.tensors or (stored is not None and stored.dtype in FLOAT8)
 
     def _layer(self, name: str) -> LayerWeight:
         assert self._quantization is not None

@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from quire.errors import CheckpointError, QuireError, UnsupportedModel, describe, shown
 from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.checkpoints.tensor_reader import WEIGHT, TensorReader
+from quire.models.checkpoints.tensor_reader import BLOCKS, WEIGHT, TensorReader
 from quire.models.hosted.readings import (
     ChunkReading,
     Computation,
@@ -103,7 +103,7 @@ def stored_names(checkpoint: Checkpoint, reader: TensorReader) -> Iterator[str]:
     for name, tensor in checkpoint.tensors.items():
         if tensor.dtype not in STORED_DTYPES and name not in parts:
             layer = name.rpartition(".")[0]
-            for weight in (f"{layer}{WEIGHT}", name.removesuffix("_blocks"), name):
+            for weight in (f"{layer}{WEIGHT}", name.removesuffix(BLOCKS), name):
                 of_weight = reader.parts_of(weight)
                 if of_weight != (weight,) and name in of_weight:
                     parts.update(of_weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -58,13 +58,14 @@ class HostedExperts:
     Args:
         module: module of transformers, with its parameters on the meta device; they are removed.
         ops: kernels.
+        turned: parameters that come as [X, out, in] although the module has them as [X, in, out].
 
     Attributes:
         projections: the packed layers by the names of the module's parameters.
         slots: slots of the module's parameters, by their names.
     """
 
-    def __init__(self, module: Any, ops: Ops) -> None:
+    def __init__(self, module: Any, ops: Ops, turned: Collection[str] = ()) -> None:
         has_gate = getattr(module, "has_gate", True)  # transformers 5.0 has no experts without
         first = GATED if has_gate else PLAIN
         down = module._parameters[DOWN]
@@ -72,10 +73,13 @@ class HostedExperts:
             down.shape if module.is_transposed else (down.shape[0], down.shape[2], down.shape[1])
         )
         activation = _gate_of(module) if has_gate else None
-        experts = Experts(num_experts, 1, inner, transposed=module.is_transposed, bias=module.has_bias)
+        of_first, of_down = (
+            Experts(num_experts, 1, inner, transposed=module.is_transposed and name not in turned, bias=module.has_bias)
+            for name in (first, DOWN)
+        )
         num_outputs = 2 * inner if has_gate else inner
-        self._first = ExpertProjections(experts, width, num_outputs, ops, gate=activation)
-        self._down = ExpertProjections(experts, inner, width, ops, max_group=DOWN_GROUP)
+        self._first = ExpertProjections(of_first, width, num_outputs, ops, gate=activation)
+        self._down = ExpertProjections(of_down, inner, width, ops, max_group=DOWN_GROUP)
         self.projections = {first: self._first, DOWN: self._down}
         self._bounds = (0, num_experts)
         self._activate: Callable[[Tensor], Tensor] | None = None

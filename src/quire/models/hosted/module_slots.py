@@ -65,7 +65,8 @@ class ModuleSlots:
         self.slots: WeightSlots = {}
         for name, layer in self._layers.items():
             if runs_registered_experts(layer) and all(dtypes[f"{name}.{own}"] is dtype for own in layer._parameters):
-                packed = HostedExperts(layer, ops)
+                turned = [own for own in layer._parameters if is_turned(layer, readings[f"{name}.{own}"])]
+                packed = HostedExperts(layer, ops, turned)
                 self.slots |= {f"{name}.{own}": slot for own, slot in packed.slots.items()}
         # Tied values last: the head is whole by then, and rows are read from it.
         for names in sorted(groups, key=lambda names: len(names) > 1):
@@ -75,7 +76,9 @@ class ModuleSlots:
     def _slot(self, names: Tied) -> WeightSlot:
         name = next((name for name in names if self._can_pack(name.rpartition(".")[0])), None)
         if name is None:
-            return WeightSlot(self._readings[names[0]].shape, partial(self._set, names))
+            reading = self._readings[names[0]]
+            is_other = is_turned(self._owner(names[0]), reading)
+            return WeightSlot(reading.shape, partial(self._set_turned if is_other else self._set, names))
         layer, _, kind = name.rpartition(".")
         projection = self._projection(layer)
         if len(names) > 1:
@@ -84,7 +87,8 @@ class ModuleSlots:
         slot = projection.slots[kind]
         if layer not in self._use.adapted or self._layers[layer] is self._head:
             slot = slot._replace(adapted=())
-        if kind == "weight" and is_transposed(self._layers[layer]) and not self._readings[name].is_quantized:
+        is_stored_so = not is_turned(self._layers[layer], self._readings[name])
+        if kind == "weight" and is_transposed(self._layers[layer]) and is_stored_so:
             return slot._replace(shape=slot.shape[::-1], fill=partial(_fill_transposed, slot))
         return slot
 
@@ -125,6 +129,10 @@ class ModuleSlots:
                 others.append(name)
         self._set(others, value.dequantize() if isinstance(value, StoredWeight) else value)
 
+    def _set_turned(self, names: Sequence[str], tensor: Tensor) -> None:
+        """Set a parameter whose values come as [..., out, in], and which the module has as [..., in, out]."""
+        self._set(names, tensor.mT)
+
     def _set(self, names: Sequence[str], tensor: Tensor) -> None:
         """Set a parameter or a buffer under all its names."""
         value: Tensor = tensor.clone()
@@ -135,6 +143,11 @@ class ModuleSlots:
 
     def _owner(self, name: str) -> nn.Module:
         return self._layers[name.rpartition(".")[0]]
+
+
+def is_turned(owner: nn.Module, reading: Reading) -> bool:
+    """Return whether a tensor is [..., in, out] in its module and [..., out, in] as stored: codes always are."""
+    return reading.is_quantized and (is_transposed(owner) or bool(getattr(owner, "is_transposed", False)))
 
 
 def _fill_transposed(slot: WeightSlot, tensor: Tensor) -> None:

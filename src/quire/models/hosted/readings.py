@@ -25,7 +25,7 @@ class Reading(Protocol):
     Attributes:
         shape: its shape; of a quantised matrix [out, in], whatever the arrangement of its codes.
         names: the stored tensors that it is made of, by the names of their layers' weights.
-        is_quantized: whether values are stored as codes.
+        is_quantized: whether its parts are codes.
     """
 
     @property
@@ -160,7 +160,7 @@ class TransposedReading:
         self._source, self._dims = source, (first, second)
         shape = list(source.shape)
         shape[first], shape[second] = shape[second], shape[first]
-        self.shape, self.names, self.is_quantized = tuple(shape), source.names, source.is_quantized
+        self.shape, self.names, self.is_quantized = tuple(shape), source.names, False
 
     def tensor(self) -> Tensor:
         """See `Reading`."""

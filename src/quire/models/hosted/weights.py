@@ -14,8 +14,8 @@ from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.finite_values import MOST_BROKEN_ROWS, check_finite, place_of
 from quire.models.checkpoints.tensor_reader import WEIGHT, TensorReader, join_parts
 from quire.models.hosted.conversions import read_conversions
-from quire.models.hosted.linear import UNWATCHED, LayerUse, is_transposed
-from quire.models.hosted.module_slots import ModuleSlots, Tied
+from quire.models.hosted.linear import UNWATCHED, LayerUse
+from quire.models.hosted.module_slots import ModuleSlots, Tied, is_turned
 from quire.models.hosted.readings import Reading, row_parts
 from quire.models.modules.weight_slots import WeightTable
 from quire.ops.interface.ops import Ops
@@ -105,9 +105,8 @@ def _check_shapes(
 ) -> None:
     layers = dict(module.named_modules())
     for name, reading in readings.items():
-        shape, layer = tuple(state[name].shape), layers.get(name.removesuffix(WEIGHT))
-        # Codes of a matrix are those of [out, in], whatever the layer's own order.
-        wanted = shape[::-1] if reading.is_quantized and layer is not None and is_transposed(layer) else shape
+        shape, owner = tuple(state[name].shape), layers[name.rpartition(".")[0]]
+        wanted = (*shape[:-2], shape[-1], shape[-2]) if is_turned(owner, reading) else shape
         if reading.shape != wanted:
             raise CheckpointError(
                 f"{place_of(checkpoint, reading.names[0])} holds tensor {shown(reading.names[0])}, which gives "
