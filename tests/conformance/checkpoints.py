@@ -58,6 +58,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {**_SMALL, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_SMALL, "head_dim": 24, "num_key_value_heads": 1}),
     "mistral": ("Mistral", {**_SMALL, "sliding_window": None}),
+    # Learned positions, layer norms, plain MLPs, biases everywhere.
+    "gpt2": ("GPT2", _SMALL | {"scale_attn_by_inverse_layer_idx": True}),
     # A temperature from token 30 on.
     "ministral3": (
         "Ministral3",
@@ -393,7 +395,7 @@ POOL_FACTORS = {
 def save_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
     """Write a family's random checkpoint to a folder, with some fields of its configuration changed."""
     name, options = FAMILIES[family]
-    model_class = getattr(transformers, f"{name}ForCausalLM")
+    model_class = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
     torch.manual_seed(20)
     model = model_class(model_class.config_class(**options | changes))
     with torch.no_grad():

@@ -68,7 +68,8 @@ def save(family: str, folder: Path, ending: str = "ForSequenceClassification", *
     tensors.pop("lm_head.weight", None)
     save_file(tensors | head, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = [config["architectures"][0].removesuffix("ForCausalLM") + ending]
+    base = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    config["architectures"] = [base + ending]
     config["id2label"] = {str(idx): f"class {idx}" for idx in range(NUM_LABELS)}
     (folder / "config.json").write_text(json.dumps(config | fields))
     if "score.weight" in head:
@@ -114,10 +115,10 @@ def test_every_family_classifies(family: str, tmp_path: Path) -> None:
         agree(llm, made.logits)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3Text", "Gemma3", "Qwen3_5", "Qwen3_5Text"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3Text", "Gemma3", "Qwen3_5", "Qwen3_5Text", "GPT2"])
 def test_checkpoints_of_transformers(name: str, tmp_path: Path) -> None:
     """Names of tensors and fields are those that transformers saves, of a language model inside another too."""
-    family = {"Qwen3": "qwen3", "Gemma3": "gemma3", "Qwen3_5": "qwen3.5"}[name.removesuffix("Text")]
+    family = {"Qwen3": "qwen3", "Gemma3": "gemma3", "Qwen3_5": "qwen3.5", "GPT2": "gpt2"}[name.removesuffix("Text")]
     model_class = getattr(transformers, f"{name}ForSequenceClassification")
     fields = FAMILIES[family][1]
     config_class = model_class.config_class

@@ -14,6 +14,8 @@ from transformers import (
     BambaForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -34,6 +36,7 @@ from transformers import (
 from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.kv_storage import make_storages
 from quire.memory.results import NO_OPS
+from quire.models.checkpoints.columns import STORED_BY_COLUMNS
 from quire.models.families import build
 from quire.models.families.expert_layout import LINEAR_EXPERTS, has_linear_experts
 from quire.models.modules.causal_model import CausalModel
@@ -179,6 +182,22 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 CASES |= LLAMA_LAYOUT_CASES | GEMMA_CASES | FALCON_CASES | QWEN3_5_CASES | EXPERT_CASES | PHI3_CASES
 CASES |= {
+    # Matrices that are stored by columns.
+    "gpt2": (GPT2Config, GPT2LMHeadModel, {"num_attention_heads": 4}),
+    "gpt2-options": (
+        GPT2Config,
+        GPT2LMHeadModel,
+        {
+            "num_attention_heads": 2,
+            "num_hidden_layers": 3,
+            "n_inner": 72,
+            "activation_function": "gelu",
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "reorder_and_upcast_attn": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "lfm2": (
         Lfm2Config,
         Lfm2ForCausalLM,
@@ -320,13 +339,19 @@ def make_tiny(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
             learned.copy_(1.0 + torch.randn_like(learned) * 0.4)
     reference.config.architectures = [model_class.__name__]
     config = json.loads(reference.config.to_json_string())
-    tensors = stored_tensors(reference)
+    tensors = with_rows_of_columns(model_class.__name__, stored_tensors(reference))
     if has_linear_experts(tensors):
         config[LINEAR_EXPERTS] = True
     spec, weight_map = build(config)
     decoder = Decoder(spec, ops=make_ops(torch.device(device)), dtype=dtype, device=torch.device(device))
     fill(decoder, weight_map, tensors)
     return Tiny(reference.to(device), config, weight_map, decoder)
+
+
+def with_rows_of_columns(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint with matrices that are stored by columns as [out, in]."""
+    endings = STORED_BY_COLUMNS.get(architecture, ())
+    return {name: values.T if name.endswith(endings) else values for name, values in tensors.items()}
 
 
 def fill(decoder: Decoder, weight_map: WeightMap, tensors: dict[str, torch.Tensor]) -> None:

@@ -95,6 +95,12 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
     "nemotron-h": {},
     "nemotron-h-moe": {},
     "falcon-h1": {},
+    "gpt2": {},
+    "gpt2-options": {
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    },
     "falcon-h1-options": {"tie_word_embeddings": False},
 }
 

@@ -10,6 +10,8 @@ import torch
 from gguf import MODEL_ARCH
 from torch import Tensor
 
+from quire.models.families.gpt2 import COLUMNS
+
 Config = dict[str, Any]
 Tensors = Mapping[str, Tensor]
 
@@ -232,6 +234,11 @@ def _gpt_oss(tensors: Tensors, _config: Config) -> Tensors:
     return changed
 
 
+def _gpt2(tensors: Tensors, _config: Config) -> Tensors:
+    """Transpose the matrices that are stored by columns."""
+    return {name: values.T if name.endswith(COLUMNS) else values for name, values in tensors.items()}
+
+
 def _falcon_h1(tensors: Tensors, config: Config) -> Tensors:
     """Multiply weights by the multipliers of the configuration."""
     attention_in = config["attention_in_multiplier"]
@@ -282,5 +289,6 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.GRANITE_MOE: _granite,
     MODEL_ARCH.GRANITE_HYBRID: _granite,
     MODEL_ARCH.FALCON_H1: _falcon_h1,
+    MODEL_ARCH.GPT2: _gpt2,
     **dict.fromkeys((MODEL_ARCH.NEMOTRON_H, MODEL_ARCH.NEMOTRON_H_MOE), _nemotron_h),
 }

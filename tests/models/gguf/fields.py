@@ -57,6 +57,7 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "GraniteMoeHybridForCausalLM": _granite,
     "FalconH1ForCausalLM": lambda _: MODEL_ARCH.FALCON_H1,
     "NemotronHForCausalLM": _nemotron_h,
+    "GPT2LMHeadModel": lambda _: MODEL_ARCH.GPT2,
 }
 
 
@@ -74,6 +75,10 @@ KV_HEADS_BY_LAYER: Final = {
 
 def common_names(config: Config) -> Config:
     """Return a configuration with the names of most families for fields that a family names otherwise."""
+    if config["model_type"] == "gpt2":
+        names = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_hidden_layers": "n_layer"}
+        names |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), "n_head")
+        return config | {ours: config[theirs] for ours, theirs in names.items()} | {"rope_parameters": {}}
     if "layers_block_type" not in config:
         return config
     return config | {
@@ -91,6 +96,10 @@ def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> 
     writer.add_embedding_length(config["hidden_size"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_head_count(config["num_attention_heads"])
+    if architecture is MODEL_ARCH.GPT2:
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        writer.add_feed_forward_length(4 * config["n_embd"])
+        return
     writer.add_layer_norm_rms_eps(config["norm_eps"] if "norm_eps" in config else config["rms_norm_eps"])
     head_dim = config.get("head_dim")
     if architecture is not MODEL_ARCH.GEMMA4:

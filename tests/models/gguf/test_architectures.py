@@ -21,7 +21,7 @@ from quire.models.modules.decoder import Decoder
 from quire.ops import make_ops
 from tests.models.gguf.cases import GGUF_CASES, config_of, save_checkpoint
 from tests.models.gguf.writer import f32, write_gguf
-from tests.models.tiny import PagedRun, fill, random_tokens, reference_logits
+from tests.models.tiny import PagedRun, fill, random_tokens, reference_logits, with_rows_of_columns
 
 # Multipliers that files have in their weights.
 FALCON_H1 = {
@@ -75,7 +75,7 @@ def write(name: str, folder: Path) -> Written:
     reader = gguf.GGUFReader(write_gguf(folder, folder / "model.gguf", f32))
     fields = {key: field.contents() for key, field in reader.fields.items()}
     stored = {each.name: torch.tensor(each.data.copy()) for each in reader.tensors}
-    tensors = load_file(folder / "model.safetensors")
+    tensors = with_rows_of_columns(type(model).__name__, load_file(folder / "model.safetensors"))
     config = config_of(folder) | ({LINEAR_EXPERTS: True} if has_linear_experts(tensors) else {})
     return Written(model, config, tensors, fields, stored)
 

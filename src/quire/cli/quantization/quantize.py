@@ -19,8 +19,9 @@ from quire.cli.quantization.linear_layers import check_groups, linear_weights
 from quire.cli.quantization.output import new_output
 from quire.cli.quantization.rounding import QuantizedMatrix, Scheme, round_to_nearest
 from quire.cli.quantization.source import PlainTensors
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsupportedModel, shown
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.columns import stored_by_columns
 from quire.models.families import build
 from quire.models.families.quantization_config import FIELDS
 from quire.models.loading.sizes import check_sizes
@@ -64,6 +65,12 @@ def quantize(
     checkpoint = Checkpoint.open(model, revision)
     if checkpoint.gguf_fields is not None or any(checkpoint.config.get(name) for name in FIELDS):
         raise ConfigError(f"model {model!r} is stored as GGUF or quantised already; name the original", field="model")
+    if stored_by_columns(checkpoint):
+        raise UnsupportedModel(
+            f"{shown(checkpoint.config['architectures'][0])} has matrices that are stored by columns, which are not "
+            "written quantised; --quantization quantises them when the model is loaded",
+            field="architectures",
+        )
     spec, weight_map = build(checkpoint.config)
     check_sizes(spec, checkpoint.tensors)
     report = progress or (lambda _done, _all: None)

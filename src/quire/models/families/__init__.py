@@ -17,6 +17,7 @@ from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
 from quire.models.families.glm4 import glm, glm4
 from quire.models.families.glm4_moe import glm4_moe
+from quire.models.families.gpt2 import gpt2
 from quire.models.families.gpt_oss import gpt_oss
 from quire.models.families.granite import granite, granitemoe, granitemoeshared
 from quire.models.families.granitemoehybrid import granitemoehybrid
@@ -46,6 +47,7 @@ from quire.models.specs.spec import ModelSpec, WeightMap
 FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = {
     "BambaForCausalLM": bamba,
     "FalconH1ForCausalLM": falcon_h1,
+    "GPT2LMHeadModel": gpt2,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_of_text_and_images,

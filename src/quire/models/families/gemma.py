@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.llama_layout import read_llama_layout, with_norm
-from quire.models.specs.spec import ModelSpec, WeightMap
+from quire.models.specs.spec import ModelSpec, RMSNorm, WeightMap
 
 # Values of fields that checkpoints leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {
@@ -38,5 +38,5 @@ def gemma(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     spec, names = read_llama_layout(
         config.changed({"hidden_act": GELU}), qkv_bias=has_bias, output_bias=has_bias, head_dim=256
     )
-    spec = with_norm(spec, replace(spec.norm, zero_centred=True))
+    spec = with_norm(spec, RMSNorm(spec.norm.eps, zero_centred=True))
     return replace(spec, embedding_scale=spec.width**0.5), names

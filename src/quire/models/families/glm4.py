@@ -8,7 +8,7 @@ from typing import Final
 
 from quire.models.families.hf_config import HFConfig, read_partial_rope
 from quire.models.families.llama_layout import NORMS, map_weights, read_attention, read_llama_layout
-from quire.models.specs.spec import ModelSpec, WeightMap
+from quire.models.specs.spec import ModelSpec, RMSNorm, WeightMap
 
 MLP: Final = {"ffn.gate_up": ("mlp.gate_up_proj",), "ffn.down": ("mlp.down_proj",)}
 POST_NORMS: Final[Mapping[str, str]] = {
@@ -30,5 +30,6 @@ def glm(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 def glm4(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read a `Glm4ForCausalLM`, which has norms after each half of a layer too."""
     spec, _ = glm(config)
-    spec = replace(spec, layers=tuple(replace(layer, post_norm=layer.norm) for layer in spec.layers))
+    post_norm = RMSNorm(spec.norm.eps)
+    spec = replace(spec, layers=tuple(replace(layer, post_norm=post_norm) for layer in spec.layers))
     return spec, map_weights(spec, {**NORMS, **POST_NORMS}, mlp=MLP)

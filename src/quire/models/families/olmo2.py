@@ -9,7 +9,7 @@ from typing import Final
 from quire.models.families.hf_config import FULL, WINDOWED, HFConfig, read_rope, read_rope_part, read_windows
 from quire.models.families.llama_layout import map_weights, read_llama_layout
 from quire.models.specs.rotations import Rope
-from quire.models.specs.spec import Attention, LayerSpec, ModelSpec, WeightMap
+from quire.models.specs.spec import Attention, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 NORMS: Final[Mapping[str, str]] = {
     "mixer.output.norm": "post_attention_layernorm",
@@ -43,7 +43,7 @@ def _read(
     spec, _ = read_llama_layout(
         config, qkv_bias=has_bias, output_bias=has_bias, qk_norm="joint", windows=windows, rope=rope
     )
-    norm = replace(spec.norm, wide=True)
+    norm = RMSNorm(spec.norm.eps, wide=True)
     layers = []
     for layer in spec.layers:
         assert isinstance(layer.mixer, Attention)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from quire.models.families.base_models import causal_name
 from quire.models.families.encoder_layout import read_labels, read_scores
 from quire.models.families.hf_config import HFConfig
+from quire.models.families.llama_layout import renamed_sources
 from quire.models.specs.pooled_spec import ClassifierHead, Dense
 from quire.models.specs.spec import ModelSpec, WeightMap
 
 Head = tuple[ClassifierHead, WeightMap]
 # The token `<extra_0>` of Qwen 2.5, which ends a step; no field of its checkpoints states it.
 STEP_TOKEN: Final = 151651
+# Module of the head in most checkpoints.
+SCORE: Final = "score"
 
 
 def _classifier(config: HFConfig, width: int) -> Head:  # noqa: ARG001
@@ -55,6 +59,12 @@ HEADS: Final[Mapping[str, Callable[[HFConfig, int], Head]]] = {
     "ForSequenceClassification": _classifier,
     "ForTokenClassification": _token_classifier,
 }
+# Architecture -> module of its head, where that is not `score`.
+HEAD_MODULES: Final = {"GPT2ForTokenClassification": "classifier"}
+
+
+def _renamed(module: str, source: str) -> str:
+    return source.replace(SCORE, module, 1)
 
 
 def generating_name(name: str, config: Mapping[str, object]) -> str:
@@ -71,6 +81,7 @@ def with_score_head(name: str, config: HFConfig, spec: ModelSpec, names: WeightM
     for ending, read in HEADS.items():
         if name.endswith(ending):
             head, head_names = read(config, spec.width)
+            head_names = renamed_sources(head_names, partial(_renamed, HEAD_MODULES.get(name, SCORE)))
             # The embedding stands for the output head, which is never computed.
             others = {ours: theirs for ours, theirs in names.items() if ours != "head.weight"}
             return replace(spec, tied_head=True, mtp=None, classifier=head), others | head_names

@@ -16,6 +16,7 @@ from quire.models.adapters.merging import module_shapes, read_merged
 from quire.models.adapters.peft_folder import ModuleShape
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.columns import with_rows
 from quire.models.checkpoints.tensor_reader import TensorReader
 from quire.models.families import build
 from quire.models.families.encoders import build_encoder
@@ -84,6 +85,7 @@ def load_decoder(
         check_hosted(checkpoint, deterministic=deterministic, adapter=adapter, ranks=ranks)
         ops = make_ops(torch_device, kernels, quantization, weight_packing)
         return load_hosted(checkpoint, spec, ops if wrap_ops is None else wrap_ops(ops), dtype, torch_device)
+    checkpoint = with_rows(checkpoint)
     check_sizes(spec, checkpoint.tensors)
     if deterministic:
         check_deterministic(spec)
@@ -167,6 +169,7 @@ def make_adapter_slots(
         from quire.models.loading.hosting import make_hosted_slots  # imports transformers
 
         return make_hosted_slots(decoder, max_rank)
+    checkpoint = with_rows(checkpoint)
     spec, weight_map = build(without_quantization(checkpoint.config))
     modules = _adapted_modules(checkpoint, spec, weight_map, decoder, ranks)
     experts, row_count = ExpertLayers(spec, weight_map), _row_counter(checkpoint)

@@ -64,6 +64,7 @@ def _sizes(spec: ModelSpec, longest: int) -> Iterator[tuple[str, int, int]]:
     """Yield sizes that must be dimensions of stored tensors, with their limit."""
     yield "vocab_size", spec.vocab_size, longest
     yield "hidden_size", spec.width, longest
+    yield "max_position_embeddings", spec.num_positions, longest
     if spec.per_layer_inputs is not None:
         yield "vocab_size_per_layer_input", spec.per_layer_inputs.vocab_size, longest
         yield "hidden_size_per_layer_input", spec.per_layer_inputs.width, longest

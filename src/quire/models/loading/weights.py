@@ -30,6 +30,8 @@ HARMLESS_SUFFIXES = (
     *("rotary_emb.inv_freq", "lm_head.weight"),
     # The pooler of BERT is a head that embeddings do not use; the ids are 0, 1, 2, ...
     *("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"),
+    # Causal masks of GPT-2.
+    *(".attn.bias", ".attn.masked_bias"),
     *("input_scale", "input_zero_point", "activation_scale"),
     *("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point"),
 )

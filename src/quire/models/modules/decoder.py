@@ -12,11 +12,11 @@ from quire.distributed.rank_group import RankGroup
 from quire.models.modules.blocks import OutputRows
 from quire.models.modules.embedding import RowsOfRanks, TokenEmbedding
 from quire.models.modules.layer_stack import LayerStack
-from quire.models.modules.norms import Norm
+from quire.models.modules.norms import make_learned_norm
 from quire.models.modules.per_layer_inputs import PerLayerEmbedding
 from quire.models.modules.pooled_heads import PooledHeads
 from quire.models.modules.projections import Projection
-from quire.models.modules.weight_slots import WeightTable, nested
+from quire.models.modules.weight_slots import WeightSlot, WeightTable, nested
 from quire.models.specs.sharding import share_of
 from quire.models.specs.spec import LayerGroup, ModelSpec
 from quire.ops.interface.adapted_linear import StepAdapters
@@ -68,9 +68,12 @@ class Decoder:
         self._look_up: Callable[[Tensor], Tensor] = lambda input_ids: self._embedding.look_up(input_ids)
         if ranks is not None:
             self._look_up = RowsOfRanks(self._look_up, spec.vocab_size, ranks)
-        new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
+        new_norm = partial(make_learned_norm, width=spec.width, ops=ops, dtype=dtype, device=device)
         self._norm = new_norm(spec.norm)
         slots = {"embedding.weight": self._embedding.slot}
+        self._positions: Tensor | None = None
+        if spec.num_positions:
+            slots["positions.weight"] = WeightSlot((spec.num_positions, spec.width), self._fill_positions)
         self._per_layer_inputs: Callable[[Tensor, Tensor], Tensor] | None = None
         if spec.per_layer_inputs is not None:
             made = PerLayerEmbedding(spec.per_layer_inputs, len(spec.layers), spec.width, ops, dtype, device, ranks)
@@ -109,12 +112,16 @@ class Decoder:
         """Ask the backend for fused layers, a fused head and fused experts."""
         if isinstance(self.ops, FusesLayers):
             self._fused = self._layers.fuse(self.ops)
-            self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
+            row_norm = self._norm.row_norm
+            self._fused_head = None if row_norm is None else self.ops.fuse_norm(row_norm, self._head.run)
         # 16-bit logits add a sixth of the error of int8 inputs, and make close logits equal.
         is_free = isinstance(self._head.run, RoundsInputs) and self._head.run.rounds_inputs
         self._head_dtype = torch.float32 if is_free else self.dtype
         if isinstance(self.ops, FusesExperts):
             self._layers.fuse_experts(self.ops)
+
+    def _fill_positions(self, tensor: Tensor) -> None:
+        self._positions = tensor.clone()
 
     def fuse_adapted(self) -> None:
         """Ask the backend for fused layers and fused experts with adapters."""
@@ -161,6 +168,8 @@ class Decoder:
             given = embeddings.view(len(rows), -1, self.spec.width)
             x = x.index_copy(0, rows, given[:, 0])
             additions = (rows, given[:, 1:]) if given.shape[1] > 1 else None
+        if self._positions is not None:
+            x = x + self.ops.embedding(positions, self._positions)
         per_layer = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
         rotations = {rope_key: rotate(positions) for rope_key, rotate in self._layers.rotations.items()}
         fused = self._fused if adapters is None else self._fused_adapted

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.models.modules.blocks import GatedMLPBlock, PlainMLPBlock
-from quire.models.modules.norms import Norm
+from quire.models.modules.norms import LearnedNorm
 from quire.models.modules.projections import Projection, ResidualAdd
 from quire.models.modules.weight_slots import WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
@@ -35,7 +35,7 @@ class ExpertsBlock:
         width: int,
         addition: ResidualAdd,
         ops: Ops,
-        new_norm: Callable[[spec.RMSNorm], Norm],
+        new_norm: Callable[[spec.RMSNorm], LearnedNorm],
     ) -> None:
         self._experts, self._addition = experts, addition
         self._router = Projection(width, experts.num_experts, experts.bias, ops, min_bits=8)
@@ -45,7 +45,7 @@ class ExpertsBlock:
         self._down = ExpertProjections(experts, experts.width, width, ops, max_group=DOWN_GROUP)
         self._first, self._end = experts.bounds
         self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)
-        self._router_norm: Norm | None = None
+        self._router_norm: LearnedNorm | None = None
         if experts.router_norm is not None:
             self._router_norm = new_norm(experts.router_norm)
             self.slots |= nested(router_norm=self._router_norm.slots)
@@ -187,7 +187,7 @@ class MLPBesideExpertsBlock:
         width: int,
         addition: ResidualAdd,
         ops: Ops,
-        new_norm: Callable[[spec.RMSNorm], Norm],
+        new_norm: Callable[[spec.RMSNorm], LearnedNorm],
     ) -> None:
         # Both outputs are whole before their norms.
         self._addition, self._ranks = addition._replace(ranks=None), addition.ranks
@@ -223,7 +223,7 @@ def make_mlp(
 
 
 def make_ffn(
-    ffn: spec.FFN, width: int, addition: ResidualAdd, ops: Ops, new_norm: Callable[[spec.RMSNorm], Norm]
+    ffn: spec.FFN, width: int, addition: ResidualAdd, ops: Ops, new_norm: Callable[[spec.RMSNorm], LearnedNorm]
 ) -> GatedMLPBlock | PlainMLPBlock | ExpertsBlock | MLPBesideExpertsBlock:
     """Make the block of an FFN; for the arguments, see `ExpertsBlock`."""
     match ffn:

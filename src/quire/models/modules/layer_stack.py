@@ -13,9 +13,10 @@ from quire.distributed.rank_group import RankGroup
 from quire.models.modules.blocks import OutputRows, SelectedRows
 from quire.models.modules.experts import ExpertsBlock, MLPBesideExpertsBlock
 from quire.models.modules.layers import Layer, input_kind, make_input, make_layer, packed_layers
-from quire.models.modules.norms import Norm
+from quire.models.modules.norms import LearnedNorm
 from quire.models.modules.rope import RotaryEmbedding, query_scales
 from quire.models.modules.weight_slots import WeightSlots, nested
+from quire.models.specs.norm_spec import LayerNorm
 from quire.models.specs.rotations import Rope
 from quire.models.specs.spec import ModelSpec, RMSNorm
 from quire.ops.interface.fused_layers import FusedLayers, FusesExperts, FusesLayers
@@ -29,7 +30,7 @@ class LayerStack:
     def __init__(
         self,
         spec: ModelSpec,
-        new_norm: Callable[[RMSNorm], Norm],
+        new_norm: Callable[[RMSNorm | LayerNorm], LearnedNorm],
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,

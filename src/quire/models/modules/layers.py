@@ -19,11 +19,12 @@ from quire.models.modules.blocks import (
     SharedAttentionBlock,
 )
 from quire.models.modules.experts import ExpertsBlock, MLPBesideExpertsBlock, make_ffn
-from quire.models.modules.norms import Norm
+from quire.models.modules.norms import LearnedNorm
 from quire.models.modules.per_layer_inputs import PerLayerGate
 from quire.models.modules.projections import ResidualAdd
 from quire.models.modules.recurrent import GatedDeltaNetBlock, Mamba2Block, ShortConvBlock
 from quire.models.modules.weight_slots import WeightSlots, nested
+from quire.models.specs.norm_spec import LayerNorm
 from quire.models.specs.rotations import Rope, Temperature
 from quire.models.specs.spec import Attention, GatedDeltaNet, Mamba2, Mixer, ModelSpec, Parallel, RMSNorm, ShortConv
 from quire.ops.interface.fused_layers import PackedAttention, PackedLayer, PackedRecurrence
@@ -65,9 +66,9 @@ class Layer(NamedTuple):
         scale: factor of the layer's result, if it has one.
     """
 
-    mixer_norm: Norm | None
+    mixer_norm: LearnedNorm | None
     mixers: list[tuple[MixerBlock, int]]
-    ffn_norm: Norm | None
+    ffn_norm: LearnedNorm | None
     ffn: GatedMLPBlock | PlainMLPBlock | ExpertsBlock | MLPBesideExpertsBlock | None
     gate: PerLayerGate | None
     scale: LearnedScale | None
@@ -77,7 +78,7 @@ def make_layer(
     spec: ModelSpec,
     idx: int,
     inputs: Sequence[InputKind],
-    new_norm: Callable[[RMSNorm], Norm],
+    new_norm: Callable[[RMSNorm | LayerNorm], LearnedNorm],
     ops: Ops,
     dtype: torch.dtype,
     device: torch.device,
@@ -153,9 +154,10 @@ def packed_layers(
         ((group_idx, layer_idx), *_), ((block, input_idx), *others) = positions, mixers
         _, rope_key, temperature = inputs[input_idx]
         mixer, ffn = block.packed, ffn_block.packed
+        norms = [None if norm is None else norm.row_norm for norm in (mixer_norm, ffn_norm)]
         if (
-            mixer_norm is None
-            or ffn_norm is None
+            norms[0] is None
+            or norms[1] is None
             or mixer is None
             or ffn is None
             or others
@@ -165,7 +167,6 @@ def packed_layers(
         ):
             return None
         rotation_idx = 0 if rope_key is None else rotations.index(rope_key)
-        norms = mixer_norm.row_norm, ffn_norm.row_norm
         packed.append(PackedLayer(norms[0], mixer, group_idx, layer_idx, rotation_idx, norms[1], ffn))
     return packed
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.models.modules.blocks import OutputRows
 from quire.models.modules.decoder import Decoder
-from quire.models.modules.norms import Norm
+from quire.models.modules.norms import make_learned_norm
 from quire.models.modules.projections import Projection
 from quire.models.modules.weight_slots import WeightTable, nested
 from quire.models.specs.spec import ModelSpec
@@ -44,7 +44,7 @@ class MTPHead(Decoder):
         # Inputs of the layer are given for all rows: they need no look-up, and no sum of ranks.
         self._embed, self._look_up = self._look_up, self._no_rows
         self._embedding_norm, self._hidden_norm = (
-            Norm(spec.norm, spec.width, target.ops, target.dtype, device) for _ in range(2)
+            make_learned_norm(spec.norm, spec.width, target.ops, target.dtype, device) for _ in range(2)
         )
         self._input = Projection(2 * spec.width, spec.width, False, target.ops)
         slots = nested(

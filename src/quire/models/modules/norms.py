@@ -93,6 +93,11 @@ class CentredNorm:
         if self._bias is not None:
             self.slots["bias"] = WeightSlot((width,), self._bias.copy_)
 
+    @property
+    def row_norm(self) -> None:
+        """None: fused kernels have root mean square norms alone."""
+        return None
+
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise [T, E]."""
         return self._layer_norm(x, self._scale, self._bias, self._eps)
@@ -111,18 +116,24 @@ class NoNorm:
         return x
 
 
-AnyNorm = Norm | CentredNorm | NoNorm
+LearnedNorm = Norm | CentredNorm
+AnyNorm = LearnedNorm | NoNorm
+
+
+def make_learned_norm(
+    norm: LayerNorm | RMSNorm, width: int, ops: Ops, dtype: torch.dtype, device: torch.device
+) -> LearnedNorm:
+    """Return the norm that a specification names."""
+    if isinstance(norm, RMSNorm):
+        return Norm(norm, width, ops, dtype, device)
+    return CentredNorm(norm, width, ops, dtype, device)
 
 
 def make_norm(
     norm: LayerNorm | RMSNorm | None, width: int, ops: Ops, dtype: torch.dtype, device: torch.device
 ) -> AnyNorm:
-    """Return the norm that a specification names."""
-    if norm is None:
-        return NoNorm()
-    if isinstance(norm, RMSNorm):
-        return Norm(norm, width, ops, dtype, device)
-    return CentredNorm(norm, width, ops, dtype, device)
+    """Return the norm that a specification names, or one that changes nothing."""
+    return NoNorm() if norm is None else make_learned_norm(norm, width, ops, dtype, device)
 
 
 def unit_scale(norm: spec.RMSNorm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

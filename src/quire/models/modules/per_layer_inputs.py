@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.distributed.rank_group import RankGroup
 from quire.models.modules.embedding import RowsOfRanks
-from quire.models.modules.norms import Norm
+from quire.models.modules.norms import LearnedNorm, Norm
 from quire.models.modules.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.modules.weight_slots import WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
@@ -82,7 +82,7 @@ class PerLayerEmbedding:
 class PerLayerGate:
     """The addition of a layer's own inputs."""
 
-    def __init__(self, inputs: spec.PerLayerInputs, width: int, norm: Norm, ops: Ops) -> None:
+    def __init__(self, inputs: spec.PerLayerInputs, width: int, norm: LearnedNorm, ops: Ops) -> None:
         self._gates = Projection(width, inputs.width, False, ops)
         self._output = ResidualProjection(inputs.width, width, False, ResidualAdd(norm), ops)
         self._gate = ops.gate

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.distributed.rank_group import RankGroup
-from quire.models.modules.norms import Norm
+from quire.models.modules.norms import LearnedNorm
 from quire.models.modules.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.ops.interface.adapted_linear import AdaptedLinear
 from quire.ops.interface.ops import Linear, Ops
@@ -61,7 +61,7 @@ class ResidualAdd(NamedTuple):
         ranks: ranks whose outputs are summed before the norm; None if the output is complete.
     """
 
-    norm: Norm | None = None
+    norm: LearnedNorm | None = None
     scale: float = 1.0
     ranks: RankGroup | None = None
 

@@ -76,7 +76,7 @@ def estimate_parameters(spec: ModelSpec | HostedSpec) -> ParameterCounts:
     embedding = _embedding_size(spec)
     matrices = list(_projections(spec))
     return ParameterCounts(
-        tables=embedding + _per_layer_table_size(spec),
+        tables=embedding + _other_tables_size(spec),
         head=embedding,
         is_tied=spec.tied_head,
         projections=sum(matrix.size for matrix in matrices),
@@ -123,7 +123,7 @@ def triton_bytes(
     """
     if quantization is None or isinstance(spec, HostedSpec):
         return estimate_parameters(spec).num_bytes(element_bytes, quantization, is_mxfp4=is_mxfp4)
-    tables = _embedding_size(spec) + _per_layer_table_size(spec)
+    tables = _embedding_size(spec) + _other_tables_size(spec)
     head = Matrix(_embedding_size(spec) // spec.width, spec.width, min_bits=6)
     return tables * element_bytes + sum(
         int(matrix.size * MXFP4_BYTES)
@@ -142,9 +142,11 @@ def _embedding_size(spec: ModelSpec) -> int:
     return 0 if spec.is_mtp else spec.vocab_size * spec.width
 
 
-def _per_layer_table_size(spec: ModelSpec) -> int:
+def _other_tables_size(spec: ModelSpec) -> int:
+    """Return the number of parameters of the tables of positions and of per-layer inputs."""
     inputs = spec.per_layer_inputs
-    return 0 if inputs is None else inputs.vocab_size * len(spec.layers) * inputs.width
+    per_layer = 0 if inputs is None else inputs.vocab_size * len(spec.layers) * inputs.width
+    return per_layer + spec.num_positions * spec.width
 
 
 def _projections(spec: ModelSpec) -> Iterator[Matrix]:

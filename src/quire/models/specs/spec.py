@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from quire.models.specs.norm_spec import LayerNorm
 from quire.models.specs.norm_spec import RMSNorm as RMSNorm
 from quire.models.specs.pooled_spec import ClassifierHead, Dense
 from quire.models.specs.recurrent_spec import GatedDeltaNet as GatedDeltaNet
@@ -249,7 +250,7 @@ class LayerSpec:
         learned_scale: whether `x` is multiplied by a learned number at the end.
     """
 
-    norm: RMSNorm | None
+    norm: RMSNorm | LayerNorm | None
     mixer: Mixer | Parallel | None
     ffn: FFN | None
     post_norm: RMSNorm | None = None
@@ -323,6 +324,7 @@ class ModelSpec:
         norm: norm before the head.
         tied_head: the head is the embedding.
         max_position: the longest context that the model was trained for, in tokens.
+        num_positions: rows of a learned table of positions, which are added to embeddings; 0 without one.
         embedding_scale: factor of embeddings, rounded to their dtype first; the head is not scaled.
         logit_scale: factor of logits.
         logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
@@ -338,9 +340,10 @@ class ModelSpec:
     vocab_size: int
     width: int
     layers: tuple[LayerSpec, ...]
-    norm: RMSNorm
+    norm: RMSNorm | LayerNorm
     tied_head: bool
     max_position: int
+    num_positions: int = 0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None

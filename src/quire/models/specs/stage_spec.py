@@ -51,6 +51,8 @@ class Stage(NamedTuple):
         """Return whether the stage has a weight that does not belong to a layer."""
         if name == "embedding.weight":
             return self.is_first or (self.is_last and is_tied)
+        if name == "positions.weight":
+            return self.is_first
         return self.is_last or not name.startswith(("norm.", "head.", "classifier.", "dense."))
 
 

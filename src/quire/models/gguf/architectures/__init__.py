@@ -14,6 +14,7 @@ from quire.models.families import build
 from quire.models.gguf.architectures.fused_qkv import find_ranges, with_parts
 from quire.models.gguf.architectures.gemma import GEMMA
 from quire.models.gguf.architectures.glm4 import GLM
+from quire.models.gguf.architectures.gpt2 import GPT2
 from quire.models.gguf.architectures.gpt_oss import GPT_OSS
 from quire.models.gguf.architectures.lfm2 import LFM2
 from quire.models.gguf.architectures.llama4 import LLAMA4
@@ -38,6 +39,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     **MAMBA_LAYOUT,
     **NEMOTRON_H,
     **PHI3,
+    **GPT2,
     **GPT_OSS,
 }
 # Kinds of files without a language model, and their contents, in words.

@@ -69,10 +69,8 @@ LLAMA3_CONTEXT: Final = 8192
 def read_common(
     metadata: Metadata, shapes: Shapes, family: str, floats: Floats | None, *, reads: Collection[str] = ()
 ) -> Config:
-    """Read the fields of all families, and refuse values that would change the computation."""
-    for name, allowed in NEUTRAL.items():
-        if name not in reads:
-            metadata.require(name, *allowed)
+    """Read the fields of most families, and refuse values that would change the computation."""
+    refuse_changes(metadata, reads)
     vocab_size, width = matrix_shape(shapes, "token_embd.weight")
     if metadata.integer("embedding_length") != width:
         raise metadata.wrong("embedding_length", metadata.integer("embedding_length"), f"the embedding's width {width}")
@@ -99,6 +97,13 @@ def read_common(
         "rope_parameters": read_rope(metadata, reads)
         | ({} if FREQUENCY_FACTORS in reads else _read_llama3(metadata, shapes, head_dim, floats)),
     }
+
+
+def refuse_changes(metadata: Metadata, reads: Collection[str] = ()) -> None:
+    """Refuse values that would change the computation, of fields that are not among those that are read."""
+    for name, allowed in NEUTRAL.items():
+        if name not in reads:
+            metadata.require(name, *allowed)
 
 
 def read_dense(metadata: Metadata, shapes: Shapes, family: str, floats: Floats | None) -> Config:
