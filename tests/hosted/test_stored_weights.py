@@ -50,7 +50,7 @@ def log_probabilities(folder: Path, adapter: Path | None = None, **options: Any)
     with LLM(str(folder), **OPTIONS, enable_lora=adapter is not None, **options) as llm:
         prompts: list[Any] = PROMPTS
         outputs = llm.generate(prompts, MEASURED, lora_request=[asked, None, asked], use_tqdm=False)
-    known = [output.prompt_logprobs or [] for output in outputs]
+    known: list[Any] = [output.prompt_logprobs or [] for output in outputs]
     return torch.tensor(
         [
             step[token].logprob
@@ -83,8 +83,13 @@ def test_stored_formats_and_their_adapters_are_those_of_a_family(method: str, tm
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_rounding_while_loading_is_that_of_a_family(quantization: str, tmp_path: Path) -> None:
     """Where no layer is narrow: narrow ones keep eight bits over modules, whose routers have no names."""
-    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "initializer_range": 0.05}
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "initializer_range": 0.05,
+    }
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(tmp_path)
     hosted, native = (
@@ -130,9 +135,7 @@ def assert_same_state(one: Path, other: Path) -> None:
     found, wanted = (state_of(filled(folder)) for folder in (one, other))
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-7), name
 
 
 @pytest.mark.parametrize("method", STORED)
