@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,14 +22,16 @@ class Facts(NamedTuple):
     Args:
         layers: of each call of the attention interface, in order, the layer that it names; None where it names none.
         has_own_mask: whether a call's mask is another value than the mask function returned, or a call has a bias or an
-            index of tokens besides.
+            index of tokens besides, or a mask is of the rows of a step: it cannot be evaluated at later positions.
         mixes_sequences: whether the second sequence's logits differ from those of it alone.
+        depends_on_steps: whether logits of one sequence differ when its first tokens are in transformers' cache.
         error: transformers' own error, if running it packed failed.
     """
 
     layers: list[int | None]
     has_own_mask: bool
     mixes_sequences: bool
+    depends_on_steps: bool
     error: str | None
 
 
@@ -43,9 +46,26 @@ def observe(model: Any) -> Facts:
             positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
             packed = _logits(model, torch.cat([first, second], 1), positions)[:, FIRST:]
         except Exception as error:
-            return Facts(layers, any(own), False, f"{type(error).__name__}: {error}")
-    distance = (packed - alone).abs().max() / alone.std()
-    return Facts(list(layers), any(own), not bool(distance < 1e-3), None)
+            return Facts(layers, any(own), False, False, f"{type(error).__name__}: {error}")
+        calls = list(layers)
+        depends_on_steps = _depends_on_steps(model, first)
+    return Facts(calls, any(own), _differ(packed, alone), depends_on_steps, None)
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return not bool((one - other).abs().max() / other.std() < 1e-3)
+
+
+@torch.inference_mode()
+def _depends_on_steps(model: Any, ids: torch.Tensor) -> bool:
+    """Run a sequence whole, and in two steps with transformers' cache; a model that cannot do that does not differ."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    try:
+        before = model(input_ids=ids[:, :SECOND], use_cache=True)
+        after = model(input_ids=ids[:, SECOND:], use_cache=True, **{name: before[name]}).logits
+    except Exception:
+        return False
+    return _differ(after, model(input_ids=ids, use_cache=False).logits[:, SECOND:])
 
 
 @torch.inference_mode()
@@ -63,7 +83,17 @@ def _observation(config: PreTrainedConfig) -> Iterator[tuple[list[int | None], l
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         masks.append(eager_mask(*args, **kwargs))
+        if not is_of_positions(kwargs["mask_function"]):
+            own.append(True)
         return masks[-1]
+
+    def is_of_positions(function: Any) -> bool:
+        first, later = torch.tensor(0), torch.tensor([[10 * (FIRST + SECOND)]])
+        try:
+            function(first, first, later, later)
+        except IndexError:
+            return False
+        return True
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any

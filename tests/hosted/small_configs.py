@@ -100,6 +100,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
     },
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots3_note": {"text_config": _DOTS3_NOTE, "vision_config": {"num_hidden_layers": 42}},
     "dots3_note_text": _DOTS3_NOTE,
     "falcon_h1": {"mamba_d_ssm": 64},

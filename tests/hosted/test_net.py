@@ -28,11 +28,6 @@ UNBUILDABLE: Mapping[str, str] = {
     "rwkv": "RwkvForCausalLM cannot use beam search with a cache",
     "xlstm": "xLSTMForCausalLM cannot use beam search with a cache",
 }
-# Refusals, typed like the others, whose reason the observation does not bear out: some of these could be served.
-UNPROVEN = frozenset({"dory", "emu3", "gemma4_unified", "mllama", "moss_transcribe_diarize", "whisper"})
-# Configurations that are refused for a field: infinite limits of time steps, all of models that keep a state, and
-# `add_cross_attention`.
-UNREAD = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "prophetnet"})
 # Models whose tokens in transformers depend on its cache, or on its attention function: there is no reference.
 INEXACT = frozenset({"hrm_text", "moshi"})
 
@@ -58,7 +53,7 @@ def test_tokens_are_those_of_transformers(attempt: Attempt, tmp_path: Path, mode
         assert outcome["outcome"] == "unbuildable"
         assert UNBUILDABLE[model_type] in outcome["why"]
     elif outcome["outcome"] == "refused":
-        assert model_type in UNPROVEN | UNREAD or is_true(outcome["hindrance"], outcome["facts"]), outcome
+        assert is_true(outcome["hindrance"], outcome["facts"]), outcome
     elif model_type in INEXACT:
         assert (outcome["outcome"], outcome["is_exact"]) == ("served", False)
     else:
@@ -70,8 +65,8 @@ def is_true(hindrance: str | None, facts: Mapping[str, Any]) -> bool:
     fails = facts["error"] is not None
     mixes = facts["mixes_sequences"]
     return {
-        # Rows depend on others although attention keeps them apart, or running several sequences fails.
-        "state": mixes or fails,
+        # Rows depend on others although attention keeps them apart, or on steps, or running several sequences fails.
+        "state": mixes or fails or facts["depends_on_steps"],
         "attention": not facts["layers"],
         "mask": facts["has_own_mask"] or not facts["layers"],
         "shape": mixes or fails,

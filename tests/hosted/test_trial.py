@@ -14,10 +14,12 @@ from transformers import (
 )
 
 from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.hosted.choice import read_decoder
 from quire.models.hosted.interface import HostedMask
 from quire.models.hosted.trial import _recognise, examine
-from quire.models.specs.hosted_spec import Hindrance
+from quire.models.specs.hosted_spec import Hindrance, HostedSpec
 from quire.models.specs.spec import LayerGroup, TokenCacheShape
+from tests.hosted.small_configs import small_config
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 211,
@@ -91,6 +93,32 @@ def test_layers_inside_of_the_base_model_are_found() -> None:
     assert examine(config_of("opt", "OPTForCausalLM", **fields)).body == "model.decoder"
 
 
+def test_the_outermost_layers_that_take_positions_are_taken() -> None:
+    """Those around them pass positions on without naming them."""
+    config = small_config("moss_transcribe_diarize").to_dict()
+    architecture = "MossTranscribeDiarizeForConditionalGeneration"
+    assert examine({**config, "architectures": [architecture]}).body == "model.language_model"
+
+
+def test_the_text_of_a_model_of_images_has_a_configuration_of_its_own() -> None:
+    """Transformers saves it for a causal language model that it builds of the whole configuration."""
+    config = small_config("emu3").get_text_config().to_dict()
+    assert config["model_type"] != "emu3"
+    assert examine({**config, "architectures": ["Emu3ForCausalLM"]}).body == "model"
+    assert "(encoder)" in refusal({**config, "architectures": ["Emu3ForConditionalGeneration"]})
+
+
+def test_a_layer_that_runs_in_loops_has_a_cache_for_each() -> None:
+    spec = examine(small_config("dory").to_dict() | {"architectures": ["DoryForCausalLM"]})
+    assert [call.module for call in spec.attention] == [f"model.layers.{idx}.self_attn" for idx in (0, 1, 2, 1, 2, 3)]
+
+
+def test_fields_that_no_family_implements_are_left_to_the_modules() -> None:
+    """A decoder that is built to attend to an encoder's rows runs without them, as in transformers."""
+    config = config_of("bert-generation", "BertGenerationDecoder", is_decoder=True, add_cross_attention=True)
+    assert isinstance(read_decoder(config, "transformers").spec, HostedSpec)
+
+
 def test_no_weight_has_memory() -> None:
     config = config_of("olmo2", "Olmo2ForCausalLM", hidden_size=8192, intermediate_size=1 << 17, vocab_size=1 << 18)
     spec = examine(config)
@@ -106,6 +134,11 @@ REFUSED: dict[str, tuple[Hindrance, str, str, dict[str, Any], str]] = {
         *("state", "lfm2", "Lfm2ForCausalLM"),
         {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"] * 2},
         "rows of a step are mixed",
+    ),
+    "a cache that depends on steps": (
+        *("state", "dory", "DoryForCausalLM"),
+        {"head_dim": 16, "n_input_layers": 1, "n_output_layers": 1, "recurrent_kv_cache_mode": "last_loop"},
+        "with transformers' cache, other keys, values or queries reach attention",
     ),
     "own attention": ("attention", "falcon", "FalconForCausalLM", {}, "has no interface"),
     "attention that adds masks": (*("attention", "bloom", "BloomForCausalLM"), {}, "its own code reads masks"),

@@ -6,10 +6,13 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+# The argument of positions of the rows.
+POSITIONS: Final = "position_ids"
 
 
 class _Output(tuple[Tensor]):
@@ -28,9 +31,13 @@ class _Output(tuple[Tensor]):
 
 
 class _GivenRows(nn.Module):
-    """Layers that return given rows, in the place of a model's own."""
+    """Layers that return given rows, in the place of a model's own, whose table of embeddings a model may ask for."""
 
     rows: Tensor
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        self.get_input_embeddings = getattr(replaced, "get_input_embeddings", None)
 
     def forward(self, *_: Any, **__: Any) -> _Output:
         """Return the rows."""
@@ -46,7 +53,7 @@ class HostedHead:
     """
 
     def __init__(self, module: nn.Module, body: str) -> None:
-        self._rows = _GivenRows()
+        self._rows = _GivenRows(module.get_submodule(body))
         # Copies along the path to the layers; all other modules are shared.
         self._model = parent = copy.copy(module)
         *path, last = body.split(".")
@@ -97,8 +104,8 @@ def run_body(body: nn.Module, ids: Tensor, positions: Tensor, cache: Any = None,
     """
     names = parameter_names(body)
     arguments: dict[str, Any] = {"input_ids": ids[None], "use_cache": use_cache}
-    if "position_ids" in names:
-        arguments["position_ids"] = positions[None]
+    if POSITIONS in names:
+        arguments[POSITIONS] = positions[None]
     if cache is not None:
         arguments["cache" if "cache" in names else "past_key_values"] = cache
     return body(**arguments)

@@ -88,7 +88,6 @@ def make_config(config: Mapping[str, Any]) -> Any:
     check_numbers(config)
     library = library_name()
     configs: Any = transformers.CONFIG_MAPPING
-    models: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if not isinstance(model_type, str) or model_type not in configs:
         own = "; it comes with code of its own, which is never run" if "auto_map" in config else ""
         raise UnsupportedModel(
@@ -101,12 +100,29 @@ def make_config(config: Mapping[str, Any]) -> Any:
         made = configs[model_type].from_dict(fields)
     except Exception as error:
         raise CheckpointError(f"config.json: transformers refuses it: {first_line(error)}") from error
-    if type(made) not in models:
+    found = _class_of(made, architecture)
+    if found is None:
         raise hindered("encoder", architecture, f"{library} has no causal language model of model_type {model_type!r}")
-    if models[type(made)].__name__ != architecture:
-        reason = f"the causal language model of model_type {model_type!r} is {models[type(made)].__name__}"
+    if found.__name__ != architecture:
+        reason = f"the causal language model of model_type {model_type!r} is {found.__name__}"
         raise hindered("encoder", architecture, reason)
     return made
+
+
+def _class_of(made: Any, architecture: str) -> Any:
+    """Return transformers' causal language model of a configuration; None if it has none.
+
+    Where a model type is of text and images, its causal language model may take the configuration of the text alone.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(made) in models:
+        return models[type(made)]
+    names: Mapping[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    of_name = (models[CONFIG_MAPPING[model_type]] for model_type, name in names.items() if name == architecture)
+    return next((found for found in of_name if found.config_class is type(made)), None)
 
 
 def _decoded(value: Any) -> Any:
@@ -162,13 +178,15 @@ def build_module(
 
 def _construct(made: Any, config: Mapping[str, Any], dtype: torch.dtype, experts: str | None) -> nn.Module:
     """Construct a module under a default dtype."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     register()
     try:
+        is_listed = type(made) in MODEL_FOR_CAUSAL_LM_MAPPING
+        make = AutoModelForCausalLM.from_config if is_listed else _class_of(made, architecture_of(config))._from_config
         with _LOCK, no_init_weights(), _WeightsOnMeta():
-            module: nn.Module = AutoModelForCausalLM.from_config(
+            module: nn.Module = make(
                 made, dtype=dtype, attn_implementation=NAME, experts_implementation=experts or "eager"
             )
     except ConfigError:

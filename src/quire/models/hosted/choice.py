@@ -8,9 +8,8 @@ from typing import Any, Final, NamedTuple
 from quire.config.extras import EXTRAS, check_extra, importing_extra, is_installed
 from quire.errors import ConfigError, UnsupportedModel, shown
 from quire.models.families import build, find_family
-from quire.models.families.dense_layers import read_dense
+from quire.models.families.dense_layers import DENSE
 from quire.models.families.encoders import build_encoder, find_encoder
-from quire.models.families.hf_config import HFConfig
 from quire.models.families.quantization_config import without_quantization
 from quire.models.specs.encoder_spec import EncoderSpec
 from quire.models.specs.hosted_spec import HostedSpec
@@ -50,7 +49,7 @@ def read_decoder(config: Mapping[str, Any], model_impl: str = "auto") -> ReadDec
         return ReadDecoder(*build(config))
     with importing_extra(OPTION):
         from quire.models.hosted.trial import examine
-    if read_dense(HFConfig(config))[0]:
+    if config.get(DENSE):
         raise UnsupportedModel(
             "modules.json has dense layers, which are not applied to the hidden states of transformers' modules",
             field="architectures",

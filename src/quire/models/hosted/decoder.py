@@ -188,6 +188,7 @@ class HostedDecoder:
         self._row_embeddings = row_embeddings
         with hosted_by(step):
             hidden: Tensor = run_body(self._body, input_ids, positions)[0][0]
+        self._row_embeddings = None  # the head may look up tokens, too
         if step.num_calls != len(self._calls):
             raise RuntimeError(f"{step.num_calls} calls of attention in a step, {len(self._calls)} in the trial step")
         return hidden if output_rows is None else hidden.index_select(0, output_rows.rows)
