@@ -19,6 +19,7 @@ from quire.models.hosted.choice import one_process_only
 from quire.models.hosted.decoder import HostedDecoder
 from quire.models.hosted.experts import use_packed_experts
 from quire.models.hosted.linear import LayerUse
+from quire.models.hosted.norms import use_backend_norms
 from quire.models.hosted.rope import fix_length
 from quire.models.hosted.weights import fill
 from quire.models.modules.causal_model import CausalModel
@@ -67,6 +68,7 @@ def load_hosted(
     use = LayerUse(spec.kept_layers, spec.adapted_layers)
     weights = fill(module, checkpoint, ops=ops, dtype=dtype, device=device, use=use)
     fix_length(module, spec.context_length)
+    use_backend_norms(module, ops, dtype)
     return HostedDecoder(spec, module, weights, ops=ops, dtype=dtype, device=device)
 
 
