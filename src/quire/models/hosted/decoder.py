@@ -2,99 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from quire.distributed.rank_group import RankGroup
 from quire.models.hosted.body import HostedHead, run_body
 from quire.models.hosted.choice import one_process_only
-from quire.models.hosted.interface import HostedMask, hosted_by
+from quire.models.hosted.interface import hosted_by
+from quire.models.hosted.step import HostedCall, HostedStep, use_backend_heads
 from quire.models.modules.blocks import OutputRows
 from quire.models.modules.pooled_heads import PooledHeads
 from quire.models.modules.weight_slots import WeightTable
-from quire.models.specs.hosted_spec import HostedAttention, HostedSpec
+from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.specs.spec import LayerGroup
 from quire.ops.interface.adapted_linear import StepAdapters
 from quire.ops.interface.lora import LoraRows
-from quire.ops.interface.ops import AttentionBatch, Ops, PagedKV, PagedStates, Rotation, StateBatch, StepAttention
-
-
-class _Call:
-    """A call of attention in each step: its module, its place in the cache, and the width that its heads are padded to.
-
-    Args:
-        module: the module that calls.
-        attention: description of the call.
-        position: cache group, and position in the group.
-    """
-
-    __slots__ = ("attention", "group_idx", "head_dim", "module", "position")
-
-    def __init__(self, module: nn.Module, attention: HostedAttention, position: tuple[int, int]) -> None:
-        self.module, self.attention = module, attention
-        self.group_idx, self.position = position
-        self.head_dim = attention.head_dim
-
-
-class _Step:
-    """The attention of one step.
-
-    Args:
-        calls: calls of attention, in order.
-        attention: the step's attention in each cache group.
-        rotations: a rotation by zero for each width of heads: modules rotate heads themselves.
-        dtype: dtype of keys and values.
-    """
-
-    def __init__(
-        self,
-        calls: Sequence[_Call],
-        attention: Sequence[StepAttention],
-        rotations: Mapping[int, Rotation],
-        dtype: torch.dtype,
-    ) -> None:
-        self._calls, self._attention, self._rotations, self._dtype = calls, attention, rotations, dtype
-        self.num_calls = 0
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,  # noqa: ARG002 (the trial step has seen it)
-        options: dict[str, Any],
-    ) -> Tensor:
-        """Store keys and values, and attend to the rows' sequences."""
-        if self.num_calls == len(self._calls) or self._calls[self.num_calls].module is not module:
-            raise RuntimeError(f"call {self.num_calls} of attention is not that of the trial step")
-        call = self._calls[self.num_calls]
-        self.num_calls += 1
-        head_dim, attention = call.head_dim, call.attention
-        # Heads of each row side by side: [T, H + 2 K, D].
-        heads = torch.cat([_padded(part[0].transpose(0, 1), head_dim) for part in (query, key, value)], 1)
-        step, rows = self._attention[call.group_idx], heads.to(self._dtype).flatten(1)
-        queries = step.prepare(call.position, rows, None, self._rotations[head_dim])
-        sinks = options["s_aux"].float() if attention.sinks else None
-        gathered = step.attend(call.position, queries, attention.scale, sinks, attention.soft_cap)
-        output = gathered.view(1, len(rows), -1, head_dim)
-        if attention.value_width != head_dim:
-            output = output[..., : attention.value_width]
-        return output.to(query.dtype)
-
-    def make_mask(self, arguments: dict[str, Any]) -> HostedMask:  # noqa: ARG002
-        """Return a mask that says nothing: attention knows its windows from the trial step."""
-        return HostedMask()
-
-
-def _padded(heads: Tensor, head_dim: int) -> Tensor:
-    """Return heads [T, H, D] with zeros up to `head_dim` values."""
-    missing = head_dim - heads.shape[-1]
-    return functional.pad(heads, (0, missing)) if missing else heads
+from quire.ops.interface.ops import AttentionBatch, Ops, PagedKV, PagedStates, Rotation, StateBatch
 
 
 class HostedDecoder:
@@ -133,9 +59,10 @@ class HostedDecoder:
         self.heads = PooledHeads(None, (), spec.width, ops, dtype, device)
         self._body, self._head = module.get_submodule(spec.body), HostedHead(module, spec.body)
         self._calls = [
-            _Call(module.get_submodule(call.module), call, position)
+            HostedCall(module.get_submodule(call.module), call, position)
             for call, position in zip(spec.attention, spec.cache_positions, strict=True)
         ]
+        use_backend_heads(self._calls, dtype)
         self._widths = {call.head_dim for call in self._calls}
         self._unrotated: dict[int, Rotation] = {}
         self._row_embeddings: tuple[Tensor, Tensor] | None = None
@@ -184,7 +111,7 @@ class HostedDecoder:
             assert isinstance(batch, AttentionBatch), "modules with a state are refused"
             attention.append(self.ops.step_attention(batch, storage))  # type: ignore[arg-type]
         rotations = {width: self._rotation(len(input_ids), width) for width in self._widths}
-        step = _Step(self._calls, attention, rotations, self.dtype)
+        step = HostedStep(self._calls, attention, rotations, self.dtype)
         self._row_embeddings = row_embeddings
         with hosted_by(step):
             hidden: Tensor = run_body(self._body, input_ids, positions)[0][0]

@@ -80,14 +80,15 @@ def register() -> None:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
-    return _host().attend(module, query, key, value, attention_mask, options), None
+    return current_host().attend(module, query, key, value, attention_mask, options), None
 
 
 def _make_mask(**arguments: Any) -> HostedMask:
-    return _host().make_mask(arguments)
+    return current_host().make_mask(arguments)
 
 
-def _host() -> AttentionHost:
+def current_host() -> AttentionHost:
+    """Return the host of the forward pass of this thread."""
     host = _CURRENT.host
     if host is None:
         raise RuntimeError("modules with the attention of Quire run only in steps of their decoder")

@@ -13,7 +13,8 @@ attention is a function of each row alone. What they do beside attention must th
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from quire.errors import CheckpointError, ConfigError
 from quire.models.hosted.body import POSITIONS, HostedHead, bodies, parameter_names, run_body
 from quire.models.hosted.build import architecture_of, build_module, first_line, hindered, library_name
+from quire.models.hosted.heads import recognise_heads
 from quire.models.hosted.interface import HostedMask, hosted_by
 from quire.models.hosted.linear import LayerUse, watch_layers
 from quire.models.hosted.rope import original_length
@@ -176,8 +178,12 @@ def _try(module: nn.Module, config: Mapping[str, Any], counts: ParameterCounts) 
     ids, positions, order = torch.arange(NUM_ROWS) % 5 + 1, torch.arange(NUM_ROWS), torch.tensor(ORDER)
     whole = _run_whole(module, ids, positions)
     body, reordered = module.get_submodule(whole.body), _Recorder()
+    given: dict[nn.Module, dict[str, Any]] = {}
+    hooks = [call.module.register_forward_pre_hook(partial(_keep, given), with_kwargs=True) for call in whole.calls]
     with hosted_by(reordered):
         permuted = run_body(body, ids[order], positions[order])[0][0]
+    for hook in hooks:
+        hook.remove()
     names = {part: name for name, part in module.named_modules()}
     attention = tuple(_described(call, names[call.module]) for call in whole.calls)
     if len(whole.calls) != len(reordered.calls):
@@ -192,6 +198,10 @@ def _try(module: nn.Module, config: Mapping[str, Any], counts: ParameterCounts) 
     _check_cache(body, whole.calls, ids, positions)
     if not _is_close(whole.logits, HostedHead(module, whole.body)(whole.hidden)):
         raise _Refused("shape", "logits are computed from more than the last hidden states")
+    attention = tuple(
+        replace(described, heads=recognise_heads(call.module, described, given.get(call.module, {})))
+        for call, described in zip(whole.calls, attention, strict=True)
+    )
     made: Any = module.config
     longest = _max_position(made.get_text_config())
     return HostedSpec(
@@ -211,6 +221,11 @@ def _try(module: nn.Module, config: Mapping[str, Any], counts: ParameterCounts) 
         kept_layers=whole.use.kept,
         adapted_layers=whole.use.adapted,
     )
+
+
+def _keep(given: dict[nn.Module, dict[str, Any]], module: nn.Module, others: Any, options: dict[str, Any]) -> None:
+    """Keep the arguments of a module's forward pass if all are named; a hook."""
+    given[module] = {} if others else options
 
 
 class _WholeRun(NamedTuple):

@@ -20,6 +20,25 @@ Hindrance = Literal["state", "attention", "mask", "shape", "encoder"]
 
 
 @dataclass(frozen=True, slots=True)
+class HostedHeads:
+    """The heads that a module gives to attention, where a backend can compute them: the names of the parts involved.
+
+    Args:
+        projections: linear layers whose outputs are queries, keys and values.
+        output: linear layer of the result.
+        norms: norms of each head of queries, and of keys; none if they are not normed.
+        rotates: whether queries and keys are rotated, by pairs of the two halves of a head.
+        num_results: values that its forward pass returns: the result, and None for the others.
+    """
+
+    projections: tuple[str, ...]
+    output: str
+    norms: tuple[str, ...]
+    rotates: bool
+    num_results: int
+
+
+@dataclass(frozen=True, slots=True)
 class HostedAttention:
     """One call of the attention function in a forward pass.
 
@@ -33,6 +52,7 @@ class HostedAttention:
         scale: factor of scores before the softmax.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax; None leaves them.
         sinks: whether the module gives a sink for each query head.
+        heads: description of the module's heads; None if a backend cannot compute them.
     """
 
     module: str
@@ -46,6 +66,7 @@ class HostedAttention:
     scale: float
     soft_cap: float | None
     sinks: bool
+    heads: HostedHeads | None = None
 
     @property
     def head_dim(self) -> int:
@@ -108,7 +129,7 @@ class HostedSpec:
         """Differences from a family, as sentences for people."""
         computed = (
             f"Modules of {self.library} compute {self.architecture}, with Quire's attention: slower than a family, as "
-            "operators run one by one; no step is captured, and neither deterministic nor ranks are supported"
+            "most operators run one by one; no step is captured, and neither deterministic nor ranks are supported"
         )
         stored = sum(2 * call.num_kv_heads * call.head_dim for call in self.attention)
         own = sum(call.num_kv_heads * (call.key_width + call.value_width) for call in self.attention)
