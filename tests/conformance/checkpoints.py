@@ -132,6 +132,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_SMALL, "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24},
     ),
+    # Several hidden states of a token, per-layer inputs, sparse gates, and caches that are shared.
+    "gemma3n": (
+        "Gemma3n",
+        {
+            **_SMALL,
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 11,
+            "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.0, 0.0],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 150,
+            "laurel_rank": 12,
+        },
+    ),
     # Layers that read the cache of another, with a window and without; heads of two shapes.
     "gemma4": (
         "Gemma4",
@@ -383,6 +399,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+# Families that neither ranks nor stages share.
+UNSHARED = frozenset({"gemma3n"})
 
 # How many times larger a pool must be for the same sequences, since states lie in it too.
 POOL_FACTORS = {

@@ -17,7 +17,7 @@ import transformers
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.memory import check
-from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
+from tests.conformance.checkpoints import FAMILIES, UNSHARED, ragged_prompts, save_checkpoint
 from tests.conformance.conftest import slow_or_exhaustive
 from tests.distributed.engines import compare_every_step, llm_of_threads
 from tests.distributed.in_threads import native_library
@@ -111,7 +111,9 @@ def test_log_probabilities_of_a_batch_with_several_adapters(adapted: Any, family
         assert not torch.allclose(case.expected["one"][0], case.expected[""][0], atol=0.1)
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=slow_or_exhaustive(name)) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=slow_or_exhaustive(name)) for name in FAMILIES if name not in UNSHARED]
+)
 def test_two_ranks_have_the_tokens_of_one_process(adapted: Any, family: str) -> None:
     native_library()
     case = adapted(family)

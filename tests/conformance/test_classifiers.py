@@ -53,8 +53,7 @@ def save(family: str, folder: Path, ending: str = "ForSequenceClassification", *
     save_checkpoint(family, folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
-        outputs = [model(torch.tensor([prompt]), output_hidden_states=True) for prompt in PROMPTS]
-    hidden = [output.hidden_states[-1][0] for output in outputs]
+        hidden = [model.base_model(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS]
     states = torch.cat(hidden) if ending in OF_TOKENS else torch.stack([each[-1] for each in hidden])
     generator = torch.Generator().manual_seed(3)
     shapes: dict[str, tuple[int, ...]] = {"score.weight": (NUM_LABELS, WIDTH)}

@@ -10,7 +10,13 @@ import pytest
 
 from quire import LLM
 from quire.errors import ConfigError
-from tests.conformance.checkpoints import EOS_TOKEN_ID, generate_with_transformers, ragged_prompts, save_checkpoint
+from tests.conformance.checkpoints import (
+    EOS_TOKEN_ID,
+    UNSHARED,
+    generate_with_transformers,
+    ragged_prompts,
+    save_checkpoint,
+)
 from tests.conformance.conftest import NAMES, Reference, slow_or_exhaustive
 from tests.conformance.test_draft_model import noisy_copy, with_model
 from tests.conformance.test_histories import load, outputs_of
@@ -26,14 +32,15 @@ SMALLEST_POOL = {"falcon-h1": 20}
 FIT_IN_CHUNKS = MORE_RANKS_THAN_GROUPS | {
     *("falcon-h1", "gemma3", "gemma4", "lfm2-moe", "mistral-window", "qwen3.5", "qwen3.5-moe")
 }
-
+# Families that ranks can share.
+SHARED = [name for name in NAMES if name not in UNSHARED]
 
 # Those with asynchronous scheduling that CI runs.
 AHEAD = frozenset({"gpt-oss", "llama3", "qwen3.5"})
 
 
 # Processes take seconds to start. The default run has two ranks beside one process in `tests/engine/test_ranks.py`.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_exhaustive(name)) for name in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_exhaustive(name)) for name in SHARED])
 def test_two_ranks_under_every_history(name: str, references: Callable[[str], Reference]) -> None:
     native_library()
     reference = references(name)
@@ -55,7 +62,7 @@ def test_two_ranks_under_every_history(name: str, references: Callable[[str], Re
                 assert llm.stats.num_swaps > 0
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_exhaustive(name, AHEAD)) for name in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_exhaustive(name, AHEAD)) for name in SHARED])
 def test_two_ranks_that_run_ahead(name: str, references: Callable[[str], Reference]) -> None:
     native_library()
     reference = references(name)

@@ -9,6 +9,8 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     GptOssConfig,
@@ -35,6 +37,20 @@ from transformers import (
 
 NEAR, FULL = "sliding_attention", "full_attention"
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+# Windows in two layers of three, two of which read the cache of others; sparse gates; tokens without per-layer inputs.
+GEMMA3N: Final[dict[str, Any]] = {
+    **_HEADS,
+    "num_hidden_layers": 6,
+    "layer_types": [NEAR, FULL, NEAR, FULL, NEAR, FULL],
+    "num_kv_shared_layers": 2,
+    "sliding_window": 9,
+    "intermediate_size": [96, 96, 64, 64, 96, 96],
+    "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.0, 0.0],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 190,
+    "laurel_rank": 12,
+    "final_logit_softcapping": 6.0,
+}
 GEMMA_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
     "gemma2": (
         Gemma2Config,
@@ -47,6 +63,19 @@ GEMMA_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
             # So small that most scores feel them.
             "attn_logit_softcapping": 0.5,
             "final_logit_softcapping": 6.0,
+        },
+    ),
+    "gemma3n": (Gemma3nTextConfig, Gemma3nForCausalLM, GEMMA3N),
+    "gemma3n-options": (
+        Gemma3nTextConfig,
+        Gemma3nForCausalLM,
+        GEMMA3N
+        | {
+            "altup_num_inputs": 3,
+            "altup_correct_scale": False,
+            "num_kv_shared_layers": 0,
+            "vocab_size_per_layer_input": 211,
+            "tie_word_embeddings": False,
         },
     ),
     # Two layers of each kind read the cache of another; two shapes of heads.

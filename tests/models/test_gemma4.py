@@ -137,7 +137,7 @@ def test_layers_are_told_what_those_of_transformers_are(dtype: torch.dtype) -> N
     reference = tiny.reference.model
     inputs = tiny.decoder.spec.per_layer_inputs
     assert inputs is not None
-    ours = PerLayerEmbedding(inputs, 8, 64, ReferenceOps(), dtype, CPU)
+    ours = PerLayerEmbedding(inputs, 8, 64, ReferenceOps(), dtype, CPU, inputs.vocab_size)
     ours.slots["embedding.weight"].fill(reference.embed_tokens_per_layer.weight)
     ours.slots["projection.weight"].fill(reference.per_layer_model_projection.weight)
     ours.slots["norm.weight"].fill(reference.per_layer_projection_norm.weight)

@@ -83,7 +83,7 @@ def test_granite_as_released() -> None:
     spec = read(GRANITE, position_embedding_type="nope", attention_multiplier=0.015625, logits_scaling=4)
     assert [idx for idx, kind in enumerate(kinds(spec)) if kind is Attention] == [10, 13, 17, 27]
     mamba, attention = spec.layers[0].mixer, spec.layers[10].mixer
-    assert mamba == Mamba2(48, 32, 1, 128, 4, spec.norm)
+    assert mamba == Mamba2(48, 32, 1, 128, 4, RMSNorm(spec.norm.eps))
     assert (attention.rope, attention.score_scale, attention.head_dim) == (None, 0.015625, 64)
     assert (spec.logit_scale, spec.layers[0].ffn.width) == (0.25, 2048)
     newer = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -112,7 +112,7 @@ def test_bamba_as_released() -> None:
     """Attention in three of 32 layers, in both dialects; half of each of its heads is rotated."""
     spec = read(BAMBA)
     assert [idx for idx, kind in enumerate(kinds(spec)) if kind is Attention] == [9, 18, 27]
-    assert spec.layers[0].mixer == Mamba2(128, 64, 1, 128, 4, spec.norm)
+    assert spec.layers[0].mixer == Mamba2(128, 64, 1, 128, 4, RMSNorm(spec.norm.eps))
     assert spec.layers[9].mixer.rope == Rope(10000.0, num_turned=64)
     listed = ["attention" if kind is Attention else "mamba" for kind in kinds(spec)]
     assert read(BAMBA, attn_layer_indices=..., layer_types=listed) == spec

@@ -19,14 +19,17 @@ from quire.models.loading.loading import load_decoder
 from quire.models.modules.causal_model import CausalModel
 from quire.models.specs.sharding import Share, shard_spec, splits_of
 from quire.models.specs.spec import Attention, LayerSpec
-from tests.conformance.checkpoints import FAMILIES, save_checkpoint
+from tests.conformance.checkpoints import FAMILIES, UNSHARED, save_checkpoint
 from tests.distributed.in_threads import run_ranks
 from tests.models.tiny import PagedRun, random_tokens
 
 # One family of each kind of layer in the default run: dense and tied, windows and shared caches, experts, both kinds of
 # recurrent layers beside attention, and mixers side by side.
 REPRESENTATIVES = frozenset({"llama3", "gemma4", "gpt-oss", "qwen3.5", "lfm2", "falcon-h1"})
-NAMES = [pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow) for name in sorted(FAMILIES)]
+NAMES = [
+    pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow)
+    for name in sorted({*FAMILIES} - UNSHARED)
+]
 
 
 @pytest.fixture(scope="module")

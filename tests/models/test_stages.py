@@ -23,7 +23,7 @@ from quire.models.specs.parameter_estimate import layer_parameters
 from quire.models.specs.sharding import Share, splits_of
 from quire.models.specs.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm
 from quire.models.specs.stage_spec import ELSEWHERE, divide, most_stages, stage_spec, stage_weights
-from tests.conformance.checkpoints import FAMILIES, save_checkpoint
+from tests.conformance.checkpoints import FAMILIES, UNSHARED, save_checkpoint
 from tests.conformance.conftest import slow_or_exhaustive
 from tests.distributed.in_threads import run_groups
 from tests.distributed.test_pipeline import make_stages
@@ -31,11 +31,14 @@ from tests.models.test_sharding import REPRESENTATIVES, RankedRun, ranked_steps,
 from tests.models.tiny import PagedRun
 
 NORM = RMSNorm(1e-6)
-NAMES = [pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow) for name in sorted(FAMILIES)]
+NAMES = [
+    pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow)
+    for name in sorted({*FAMILIES} - UNSHARED)
+]
 # Layers that read other layers' caches and have inputs of their own, and recurrent ones.
 RUN = ("gemma4", "qwen3.5")
-# The tiny checkpoint of this family cannot be cut: a layer reads the cache of one before.
-UNCUT = {"gemma4-moe"}
+# The tiny checkpoint of one family cannot be cut: a layer reads the cache of one before.
+UNCUT = {"gemma4-moe"} | UNSHARED
 RUN_NAMES = [pytest.param(name, marks=[] if name in RUN else pytest.mark.slow) for name in sorted({*FAMILIES} - UNCUT)]
 
 

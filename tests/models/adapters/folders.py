@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers.pytorch_utils import Conv1D
 
 # (outputs, inputs) of modules by name.
 Widths = Mapping[str, tuple[int, int]]
@@ -16,12 +17,16 @@ PREFIX = "base_model.model."
 
 
 def linear_widths(model: torch.nn.Module, *without: str) -> dict[str, tuple[int, int]]:
-    """Return the widths of the linear layers of a model's layers."""
-    return {
-        name: (module.out_features, module.in_features)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", *without))
-    }
+    """Return the widths [out, in] of the linear layers of a model's layers that take adapters."""
+    widths: dict[str, tuple[int, int]] = {}
+    for name, module in model.named_modules():
+        if name.endswith(("lm_head", *without)) or ".altup." in name:
+            continue
+        if isinstance(module, torch.nn.Linear):
+            widths[name] = module.out_features, module.in_features
+        elif isinstance(module, Conv1D):
+            widths[name] = module.nf, module.nx
+    return widths
 
 
 def random_matrices(widths: Widths, rank: int = 4, seed: int = 0, std: float = 0.1) -> dict[str, torch.Tensor]:
@@ -53,7 +58,8 @@ def merge(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], scale: fl
             b = tensors[name.replace(".lora_A", ".lora_B")]
             module: Any = modules[name.removeprefix(PREFIX).partition(".lora_")[0]]
             with torch.no_grad():
-                module.weight += scale * (b.double() @ a.double()).to(module.weight.dtype)
+                product = scale * (b.double() @ a.double()).to(module.weight.dtype)
+                module.weight += product.T if isinstance(module, Conv1D) else product
 
 
 def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:

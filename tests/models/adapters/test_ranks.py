@@ -20,9 +20,10 @@ from quire.engine.startup.ranked_adapters import FollowerSlots, LeaderSlots
 from quire.errors import CheckpointError, LockstepDrift
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.columns import with_rows
 from quire.models.loading.loading import load_decoder, make_adapter_slots
 from quire.models.modules.causal_model import CausalModel
-from tests.conformance.checkpoints import FAMILIES, save_checkpoint
+from tests.conformance.checkpoints import FAMILIES, UNSHARED, save_checkpoint
 from tests.conformance.conftest import slow_or_exhaustive
 from tests.distributed.in_threads import run_groups, run_ranks
 from tests.distributed.test_pipeline import make_stages
@@ -33,10 +34,13 @@ from tests.models.tiny import PagedRun
 
 MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "in_proj", "gate_proj", "up_proj", "down_proj"),
-    *("w1", "w2", "w3", "in_proj_qkv", "in_proj_z", "shared_expert_gate"),
+    *("w1", "w2", "w3", "in_proj_qkv", "in_proj_z", "shared_expert_gate", "c_attn", "c_fc", "c_proj"),
 )
 # Heads in another order and gated beside a shared expert, heads that ranks share, states beside attention.
-NAMES = ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama3")]
+NAMES = [
+    "llama3",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*FAMILIES} - UNSHARED - {"llama3"})),
+]
 # Attention alone; and in the slow run, layers with inputs of their own. In `tests/conformance`, experts and states.
 CUT = [
     pytest.param(name, marks=[] if name == "llama3" else slow_or_exhaustive(name, {"gemma4"}))
@@ -55,7 +59,7 @@ def make_world(folder: Path, name: str) -> World:
     checkpoint = Checkpoint.open(str(save_checkpoint(name, folder / "model")))
     widths = {
         stored.removesuffix(".weight"): tensor.shape
-        for stored, tensor in checkpoint.tensors.items()
+        for stored, tensor in with_rows(checkpoint).tensors.items()
         if stored.removesuffix(".weight").endswith(MODULES) and len(tensor.shape) == 2 and ".experts." not in stored
     }
     return World(checkpoint, write_adapter(folder / "adapter", random_matrices(widths, 4, 1)))  # type: ignore[arg-type]

@@ -77,6 +77,8 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {"query_pre_attn_scalar": 16},
     "gemma3-options": {"query_pre_attn_scalar": 32, "attention_bias": False},
+    "gemma3n": {},
+    "gemma3n-options": {"altup_correct_scale": True},
     "gemma4": {},
     "gemma4-moe": {},
     "gemma4-keys-as-values": {

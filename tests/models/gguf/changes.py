@@ -59,6 +59,15 @@ def _lfm2(tensors: Tensors, _config: Config) -> Tensors:
     }
 
 
+def _gemma3n(tensors: Tensors, config: Config) -> Tensors:
+    """Stack the projections of hidden states, and give scales an ending."""
+    changed = {f"{name}.weight" if name.endswith("_scale") else name: values for name, values in tensors.items()}
+    for module in ("altup_projections", "altup_unembed_projections"):
+        parts = [changed.pop(f"model.{module}.{idx}.weight") for idx in range(config["altup_num_inputs"] - 1)]
+        changed[f"model.{module}.weight"] = torch.stack(parts)
+    return changed
+
+
 def _gemma4(tensors: Tensors, _config: Config) -> Tensors:
     """Give weights without an ending the names that they have in files."""
     scales = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
@@ -279,6 +288,7 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.GPT_OSS: _gpt_oss,
     MODEL_ARCH.GEMMA2: _add_one,
     MODEL_ARCH.GEMMA3: _add_one,
+    MODEL_ARCH.GEMMA3N: _gemma3n,
     MODEL_ARCH.GEMMA4: _gemma4,
     MODEL_ARCH.QWEN3NEXT: _qwen3_next,
     MODEL_ARCH.QWEN35: _tile_value_heads,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -51,6 +53,7 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "Qwen3_5MoeForCausalLM": lambda _: MODEL_ARCH.QWEN35MOE,
     "Gemma2ForCausalLM": lambda _: MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": lambda _: MODEL_ARCH.GEMMA3,
+    "Gemma3nForCausalLM": lambda _: MODEL_ARCH.GEMMA3N,
     "Gemma4ForCausalLM": lambda _: MODEL_ARCH.GEMMA4,
     "Lfm2ForCausalLM": lambda _: MODEL_ARCH.LFM2,
     "Lfm2MoeForCausalLM": lambda _: MODEL_ARCH.LFM2MOE,
@@ -278,6 +281,19 @@ def _gemma2(writer: GGUFWriter, config: Config) -> None:
     writer.add_final_logit_softcapping(config["final_logit_softcapping"])
 
 
+def _gemma3n(writer: GGUFWriter, config: Config) -> None:
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == WINDOWED for kind in config["layer_types"]])
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    shares = config["activation_sparsity_pattern"]
+    writer.add_activation_sparsity_scale([NormalDist().inv_cdf(share) if share else -math.inf for share in shares])
+
+
 def _of_full_layers(config: Config) -> Config:
     """Return the configuration of Gemma 4's layers that see all tokens."""
     config_of = config["per_layer_config"]
@@ -383,6 +399,7 @@ FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.QWEN35MOE: _qwen3_5_moe,
     MODEL_ARCH.GEMMA2: _gemma2,
     MODEL_ARCH.GEMMA3: _gemma3,
+    MODEL_ARCH.GEMMA3N: _gemma3n,
     MODEL_ARCH.GEMMA4: _gemma4,
     MODEL_ARCH.LFM2: _lfm2,
     MODEL_ARCH.LFM2MOE: _lfm2_moe,

@@ -142,6 +142,9 @@ def _layers_bytes(spec: ModelSpec | HostedSpec, sizes: StepSizes, *, is_last: bo
     # Per-layer inputs, which are sums of tensors of the same size.
     layer_inputs = 0 if spec.per_layer_inputs is None else len(spec.layers) * spec.per_layer_inputs.width * element
     live_bytes += layer_inputs
+    if spec.alt_up is not None:
+        # Hidden states, their predictions and their corrections.
+        live_bytes += 3 * spec.alt_up.num_streams * spec.width * element
     end = len(spec.layers) if is_last else spec.last_cached_layer
     peaks = [live_bytes + 4 * layer_inputs]
     for idx, layer in enumerate(spec.layers[: end + 1]):

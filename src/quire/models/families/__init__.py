@@ -14,6 +14,7 @@ from quire.models.families.falcon_h1 import falcon_h1
 from quire.models.families.gemma import gemma
 from quire.models.families.gemma2 import gemma2
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
+from quire.models.families.gemma3n import gemma3n, gemma3n_of_text_and_images
 from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
 from quire.models.families.glm4 import glm, glm4
 from quire.models.families.glm4_moe import glm4_moe
@@ -51,6 +52,8 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_of_text_and_images,
+    "Gemma3nForCausalLM": gemma3n,
+    "Gemma3nForConditionalGeneration": gemma3n_of_text_and_images,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4_of_text_and_images,
     "GemmaForCausalLM": gemma,

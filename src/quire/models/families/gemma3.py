@@ -48,7 +48,7 @@ def gemma3(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
     config.require("use_bidirectional_attention", False)
     norm = RMSNorm(config.number("rms_norm_eps", 1e-6), zero_centred=True)
     has_bias = config.flag("attention_bias", False)
-    rope, window_rope = _read_ropes(config)
+    rope, window_rope = read_ropes(config)
     attention = replace(
         read_attention(config, rope),
         qk_norm=norm,
@@ -81,7 +81,7 @@ def gemma3_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     return gemma3(text_config(config), "language_model.model")
 
 
-def _read_ropes(config: HFConfig) -> tuple[Rope, Rope]:
+def read_ropes(config: HFConfig) -> tuple[Rope, Rope]:
     """Return the rotation of layers with full attention, and the rotation of layers with a window."""
     theta, window_theta = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
     parts = config.part("rope_parameters")

@@ -33,9 +33,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Names in `layer_types` of layers with full attention and with a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"
-# The largest size, count or id; fewer layers, because objects are made for each before any tensor is read.
+# The largest size, count or id; fewer layers and hidden states, because objects are made for each before any tensor is
+# read.
 MAX_INTEGER = 2**31 - 1
-MOST: Mapping[str, int] = {"num_hidden_layers": 1024}
+MOST: Mapping[str, int] = {"num_hidden_layers": 1024, "altup_num_inputs": 64}
 ROPE_TYPES = "default, linear, dynamic, llama3, yarn, proportional, mrope"
 # Supported rotations of a part of a head.
 PARTIAL_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -178,6 +179,25 @@ class HFConfig:
         if not isinstance(value, list) or not all(isinstance(flag, int) and flag in (0, 1) for flag in value):
             raise self._wrong(name, value, "a list of zeros and ones")
         return tuple(map(bool, value))
+
+    def integers(self, name: str, count: int) -> tuple[int, ...]:
+        """Read a positive integer for each of `count` layers; a single one is that of all layers."""
+        value = self._get(name, None)
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) != count or not all(type(each) is int and 0 < each <= MAX_INTEGER for each in values):
+            raise self._wrong(name, value, f"an integer from 1 to {MAX_INTEGER}, or a list of {count}")
+        return tuple(values)
+
+    def shares(self, name: str, count: int) -> tuple[float, ...]:
+        """Read a list of `count` numbers from 0 up to 1, without 1."""
+        value = self._get(name, None)
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(each == 0 or (_is_positive(each) and each < 1) for each in value)
+        ):
+            raise self._wrong(name, value, f"a list of {count} numbers from 0 to below 1")
+        return tuple(map(float, value))
 
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         """Read a list of positive numbers, of the length of `default`; null counts as missing."""

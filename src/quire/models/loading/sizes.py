@@ -68,6 +68,8 @@ def _sizes(spec: ModelSpec, longest: int) -> Iterator[tuple[str, int, int]]:
     if spec.per_layer_inputs is not None:
         yield "vocab_size_per_layer_input", spec.per_layer_inputs.vocab_size, longest
         yield "hidden_size_per_layer_input", spec.per_layer_inputs.width, longest
+    if spec.alt_up is not None:
+        yield "laurel_rank", spec.alt_up.low_rank, longest
     for layer in {*spec.layers}:
         for mixer in layer.parts:
             for name, size in _mixer_sizes(mixer):

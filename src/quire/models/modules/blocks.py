@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.models.modules.norms import JointNorms, scale_slot, unit_scale
+from quire.models.modules.joint_norms import JointNorms
+from quire.models.modules.norms import scale_slot, unit_scale
 from quire.models.modules.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.modules.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
@@ -249,9 +250,10 @@ class GatedMLPBlock:
     """A gated two-layer perceptron."""
 
     def __init__(self, mlp: spec.GatedMLP, width: int, addition: ResidualAdd, ops: Ops) -> None:
-        # A gate is scaled between the product and the activation, which are then two calls.
-        is_scaled = mlp.gate_scale != 1.0
-        self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops, gate=None if is_scaled else mlp.activation)
+        # A gate is changed between the product and the activation, which are then two calls.
+        self._is_changed = mlp.gate_scale != 1.0 or mlp.cutoff is not None
+        gate = None if self._is_changed else mlp.activation
+        self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops, gate=gate)
         self._down = ResidualProjection(mlp.width, width, mlp.bias, addition, ops, max_group=DOWN_GROUP)
         self._gate = ops.gate
         self._mlp = mlp
@@ -261,7 +263,7 @@ class GatedMLPBlock:
     def packed(self) -> PackedMLP | None:
         """Weights for the fused kernels; None if the block has parts that they lack."""
         down = self._down.plain
-        return None if down is None or self._mlp.gate_scale != 1.0 else PackedMLP(self._gate_up.run, down)
+        return None if down is None or self._is_changed else PackedMLP(self._gate_up.run, down)
 
     @property
     def is_adapted(self) -> bool:
@@ -271,8 +273,12 @@ class GatedMLPBlock:
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Return the perceptron's output for `x` [T, E], added to `residual` [T, E] if there is one."""
         product, mlp = self._gate_up.run(x), self._mlp
-        if mlp.gate_scale != 1.0:
-            product[:, : mlp.width].mul_(mlp.gate_scale)
+        if self._is_changed:
+            gates = product[:, : mlp.width]
+            gates.mul_(mlp.gate_scale)
+            if mlp.cutoff is not None:
+                deviation, mean = torch.std_mean(gates, -1, correction=0, keepdim=True)
+                gates.sub_(mean + deviation * mlp.cutoff).relu_()
             product = self._gate(product, mlp.activation)
         return self._down(product, residual)
 

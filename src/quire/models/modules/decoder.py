@@ -76,7 +76,9 @@ class Decoder:
             slots["positions.weight"] = WeightSlot((spec.num_positions, spec.width), self._fill_positions)
         self._per_layer_inputs: Callable[[Tensor, Tensor], Tensor] | None = None
         if spec.per_layer_inputs is not None:
-            made = PerLayerEmbedding(spec.per_layer_inputs, len(spec.layers), spec.width, ops, dtype, device, ranks)
+            made = PerLayerEmbedding(
+                spec.per_layer_inputs, len(spec.layers), spec.width, ops, dtype, device, spec.vocab_size, ranks
+            )
             self._per_layer_inputs = made
             slots |= nested(per_layer_inputs=made.slots)
         self._layers = LayerStack(spec, new_norm, ops, dtype, device, ranks)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.distributed.rank_group import RankGroup
+from quire.models.modules.alt_up import AltUpEnds
 from quire.models.modules.blocks import OutputRows, SelectedRows
 from quire.models.modules.experts import ExpertsBlock, MLPBesideExpertsBlock
 from quire.models.modules.layers import Layer, input_kind, make_input, make_layer, packed_layers
@@ -56,6 +57,10 @@ class LayerStack:
         ]
         self._layers: list[Layer] = []
         self.slots: WeightSlots = {}
+        self._ends: AltUpEnds | None = None
+        if spec.alt_up is not None:
+            self._ends = AltUpEnds(spec.alt_up, spec.width, ops)
+            self.slots |= nested(alt_up=self._ends.slots)
         for idx in range(len(spec.layers)):
             layer, layer_slots = make_layer(spec, idx, self._inputs, new_norm, ops, dtype, device, ranks)
             self._layers.append(layer)
@@ -103,27 +108,40 @@ class LayerStack:
         scales = {temperature: query_scales(temperature, positions) for temperature in self._temperatures}
         steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
         inputs = [make_input(kind, steps, rotations, scales) for kind in self._inputs]
-        for idx, (mixer_norm, mixers, ffn_norm, ffn, gate, scale) in enumerate(self._layers):
+        predicted: Tensor | None = None
+        if self._ends is not None:
+            x = self._ends.begin(x)
+        for idx, (mixer_norm, mixers, ffn_norm, ffn, gate, alt_up, scale) in enumerate(self._layers):
+            if alt_up is not None:
+                predicted = alt_up.predict(x)
+                x = predicted[:, 0]
             normed = x if mixer_norm is None else mixer_norm(x)
+            if alt_up is not None:
+                x = alt_up.with_low_rank(normed, x)
             if output_rows is None or idx != self._last_cached_layer:
                 for mixer, input_idx in mixers:
                     x = mixer(normed, x, inputs[input_idx])
             else:
                 x, per_layer, tail = self._pick(output_rows, x, per_layer, storages)
+                predicted = None if predicted is None else predicted.index_select(0, output_rows.rows)
                 for mixer, input_idx in mixers:
                     x = mixer(normed, x, inputs[input_idx], SelectedRows(output_rows.rows, tail[input_idx]))
                 if not len(x):
                     return x
                 inputs = tail
+            if alt_up is not None:
+                x = alt_up.halved(x)
             if ffn is not None:
                 x = ffn(x if ffn_norm is None else ffn_norm(x), x)
             if gate is not None and per_layer is not None:
                 x = gate(x, per_layer[:, idx])
+            if alt_up is not None and predicted is not None and per_layer is not None:
+                x = alt_up.correct(predicted, x, per_layer[:, idx])
             if scale is not None:
                 x = scale(x)
             if additions is not None and idx < additions[1].shape[1]:
                 x = x.index_add(0, additions[0], additions[1][:, idx])
-        return x
+        return x if self._ends is None else self._ends.end(x)
 
     def _pick(
         self, output_rows: OutputRows, x: Tensor, per_layer: Tensor | None, storages: Sequence[PagedKV | PagedStates]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.distributed.rank_group import RankGroup
+from quire.models.modules.alt_up import AltUpBlock
 from quire.models.modules.blocks import (
     AttentionBlock,
     AttentionInputs,
@@ -63,6 +64,7 @@ class Layer(NamedTuple):
         ffn_norm: norm before the feed-forward part, or None.
         ffn: feed-forward part, or None.
         gate: addition of the layer's own inputs, if it has any.
+        alt_up: update of several hidden states, with the addition of the layer's own inputs; None for one.
         scale: factor of the layer's result, if it has one.
     """
 
@@ -71,6 +73,7 @@ class Layer(NamedTuple):
     ffn_norm: LearnedNorm | None
     ffn: GatedMLPBlock | PlainMLPBlock | ExpertsBlock | MLPBesideExpertsBlock | None
     gate: PerLayerGate | None
+    alt_up: AltUpBlock | None
     scale: LearnedScale | None
 
 
@@ -111,10 +114,15 @@ def make_layer(
     if spec.per_layer_inputs is not None:
         gate = PerLayerGate(spec.per_layer_inputs, spec.width, new_norm(spec.per_layer_inputs.norm), ops)
         slots |= nested(per_layer_gate=gate.slots)
+    alt_up = None
+    if spec.alt_up is not None:
+        assert gate is not None, "a layer's own inputs are added to the other hidden states"
+        alt_up, gate = AltUpBlock(spec.alt_up, spec.width, gate, ops, dtype, device), None
+        slots |= nested(alt_up=alt_up.slots)
     if layer.learned_scale:
         scale = LearnedScale()
         slots |= nested(scale=scale.slots)
-    return Layer(mixer_norm, [*zip(mixers, input_idxs, strict=True)], ffn_norm, ffn, gate, scale), slots
+    return Layer(mixer_norm, [*zip(mixers, input_idxs, strict=True)], ffn_norm, ffn, gate, alt_up, scale), slots
 
 
 def _make_mixer(
@@ -148,7 +156,7 @@ def packed_layers(
     """Return the layers' weights for the fused kernels; None if a layer has parts that they lack."""
     packed = []
     for layer, positions in zip(layers, spec.cache_positions, strict=True):
-        mixer_norm, mixers, ffn_norm, ffn_block, gate, scale = layer
+        mixer_norm, mixers, ffn_norm, ffn_block, gate, alt_up, scale = layer
         if not mixers or ffn_block is None:
             return None
         ((group_idx, layer_idx), *_), ((block, input_idx), *others) = positions, mixers
@@ -162,6 +170,7 @@ def packed_layers(
             or ffn is None
             or others
             or gate
+            or alt_up
             or scale
             or temperature is not None
         ):

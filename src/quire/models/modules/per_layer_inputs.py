@@ -27,6 +27,7 @@ class PerLayerEmbedding:
         inputs: the table and the norm of what is projected.
         num_layers: L.
         width: E.
+        num_tokens: tokens of the vocabulary; those without a row of the table have its first one.
         ranks: ranks that divide the table's rows among them; None for one.
 
     Attributes:
@@ -41,8 +42,10 @@ class PerLayerEmbedding:
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
+        num_tokens: int,
         ranks: RankGroup | None = None,
     ) -> None:
+        self._has_all = inputs.vocab_size >= num_tokens
         self._shape = num_layers, inputs.width
         self._ops, self._ranks, self._vocab_size = ops, ranks, inputs.vocab_size
         self._look_up: Callable[[Tensor], Tensor]
@@ -73,6 +76,8 @@ class PerLayerEmbedding:
             input_ids: [T] of int64.
             x: their embeddings, scaled, [T, E].
         """
+        if not self._has_all:
+            input_ids = torch.where(input_ids < self._vocab_size, input_ids, 0)
         of_token = self._look_up(input_ids) * self._table_scale
         projected = self._projection.run(x) * self._projection_scale
         normed = self._norm(projected.view(-1, self._shape[1])).view(of_token.shape)
@@ -89,6 +94,13 @@ class PerLayerGate:
         self._activation = inputs.activation
         self.slots: WeightSlots = nested(gate=self._gates.slots, output=self._output.slots)
 
-    def __call__(self, x: Tensor, layer_inputs: Tensor) -> Tensor:
-        """Return `x + projection(gate(x) * layer_inputs)`, [T, E], for `layer_inputs` [T, P]."""
-        return self._output(self._gate(torch.cat((self._gates.run(x), layer_inputs), 1), self._activation), x)
+    def __call__(self, x: Tensor, layer_inputs: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return `residual + norm(projection(gate(x) * layer_inputs))`, [T, E].
+
+        Args:
+            x: [T, E].
+            layer_inputs: [T, P].
+            residual: [T, E]; None for `x`.
+        """
+        gated = self._gate(torch.cat((self._gates.run(x), layer_inputs), 1), self._activation)
+        return self._output(gated, x if residual is None else residual)

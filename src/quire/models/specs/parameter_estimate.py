@@ -160,6 +160,14 @@ def _projections(spec: ModelSpec) -> Iterator[Matrix]:
         columns = len(spec.layers) * spec.per_layer_inputs.width
         yield Matrix(2 * columns, spec.width)
         yield Matrix(len(spec.layers) * spec.width, spec.per_layer_inputs.width)
+    if spec.alt_up is not None:
+        # Projections of the other hidden states at both ends, the branches beside mixers, and coefficients.
+        count = spec.alt_up.num_streams
+        yield Matrix(2 * (count - 1) * spec.width, spec.width)
+        yield Matrix(len(spec.layers) * (count**2 + count), count, min_bits=8)
+        yield Matrix(len(spec.layers) * count, spec.width, min_bits=8)
+        yield Matrix(len(spec.layers) * spec.alt_up.low_rank, spec.width)
+        yield Matrix(len(spec.layers) * spec.width, spec.alt_up.low_rank)
 
 
 def _layer(layer: LayerSpec, width: int) -> Iterator[Matrix]:

@@ -198,6 +198,12 @@ def _shard_ffn(ffn: FFN | None, share: Share, idx: int) -> FFN | None:
     match ffn:
         case None:
             return None
+        case GatedMLP(cutoff=float()):
+            raise ConfigError(
+                f"tensor_parallel_size must be 1, got {size}: the gates of layer {idx} are cut off by the mean of all "
+                "of them",
+                field="tensor_parallel_size",
+            )
         case GatedMLP() | PlainMLP():
             return replace(ffn, width=_divided(ffn.width, size, "columns", idx))
         case Experts():

@@ -110,12 +110,17 @@ class GatedMLP:
         bias: whether all three projections add a learned bias.
         activation: activation of the gate.
         gate_scale: factor of the gate before its activation.
+        cutoff: mean plus so many standard deviations of a row's gates, over all columns, is subtracted from them, and
+            what is negative is set to zero, before the activation; None for no cutoff.
+
+    Source: of the cutoff, Spark Transformer, arXiv 2506.06644.
     """
 
     width: int
     bias: bool = False
     activation: Activation = "silu"
     gate_scale: float = 1.0
+    cutoff: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +293,31 @@ class PerLayerInputs:
     activation: Activation
 
 
+@dataclass(frozen=True, slots=True)
+class AltUp:
+    """Alternating updates: a token has several hidden states, and a layer computes the first of them.
+
+    Before the layer all are predicted by a linear map of all; after it, each is corrected by what the first changed
+    against its prediction. The coefficients of both depend on the first. A layer's own inputs are added to the others.
+    The mixer has a low-rank branch beside it (LAuReL): `sqrt(1 / 2) * (x + mixer(n) + n + norm(right(left(n))))`, `n`
+    being the layer's normed input.
+
+    Args:
+        num_streams: N, hidden states of a token.
+        low_rank: rank of the branch beside the mixer.
+        norm: norm of the branch, and of the input of coefficients.
+        has_output_scale: whether the first state is scaled, by a learned factor of each value, for the layer's own
+            inputs.
+
+    Source: AltUp, arXiv 2301.13310; LAuReL, arXiv 2411.07501; both in Gemma 3n.
+    """
+
+    num_streams: int
+    low_rank: int
+    norm: RMSNorm
+    has_output_scale: bool = True
+
+
 class LayerGroup(NamedTuple):
     """Layers with equal caches, which share a block table; a layer with mixers side by side is in several groups.
 
@@ -329,6 +359,7 @@ class ModelSpec:
         logit_scale: factor of logits.
         logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
         per_layer_inputs: inputs of every layer besides the hidden state, or None.
+        alt_up: several hidden states of a token, in a model with per-layer inputs; None for one.
         mtp: layer of the checkpoint's head for multi-token prediction (MTP); None without one.
         is_mtp: True if the model is such a head: its inputs are pairs of a hidden state and a token, it caches the last
             hidden state of a sequence, and it has the embedding and output head of its target model.
@@ -348,6 +379,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     per_layer_inputs: PerLayerInputs | None = None
+    alt_up: AltUp | None = None
     mtp: LayerSpec | None = None
     is_mtp: bool = False
     classifier: ClassifierHead | None = None

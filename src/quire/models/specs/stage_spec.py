@@ -87,9 +87,10 @@ def divide(spec: ModelSpec, size: int) -> tuple[Stage, ...]:
     Raises:
         ConfigError: the model cannot be divided into so many stages.
     """
-    ends = [*_places_to_cut(spec.layers), len(spec.layers)]
+    ends = [*_places_to_cut(spec), len(spec.layers)]
     if size > len(ends):
         shared = "" if len(ends) == len(spec.layers) else ", of which some read the cache of others"
+        shared = shared if spec.alt_up is None else " with several hidden states of a token, of which one travels"
         raise ConfigError(
             f"pipeline_parallel_size must be at most {len(ends)}, got {size}: the model has {len(spec.layers)} "
             f"layers{shared}",
@@ -118,11 +119,14 @@ def divide(spec: ModelSpec, size: int) -> tuple[Stage, ...]:
 
 def most_stages(spec: ModelSpec) -> int:
     """Return the largest number of stages into which a model can be divided."""
-    return len(_places_to_cut(spec.layers)) + 1
+    return len(_places_to_cut(spec)) + 1
 
 
-def _places_to_cut(layers: tuple[LayerSpec, ...]) -> list[int]:
+def _places_to_cut(spec: ModelSpec) -> list[int]:
     """Return the layers at which a stage may begin: no layer from there on reads an earlier layer's cache."""
+    if spec.alt_up is not None:
+        return []
+    layers = spec.layers
     places, least = [], len(layers)
     for idx in range(len(layers) - 1, 0, -1):
         sources = [part.source for part in layers[idx].parts if isinstance(part, Attention) and part.source is not None]

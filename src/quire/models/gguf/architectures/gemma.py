@@ -1,9 +1,11 @@
-"""Gemma to Gemma 4 (text)."""
+"""Gemma to Gemma 4, and Gemma 3n (text)."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Final
 
 from quire.errors import CheckpointError, UnsupportedModel
@@ -35,11 +37,26 @@ LAYER: Final = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-GEMMA4_LAYER: Final = {
-    **LAYER,
+GATE: Final = {
     "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
+}
+GEMMA3N_LAYER: Final = {
+    **LAYER,
+    **GATE,
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+}
+GEMMA4_LAYER: Final = {
+    **LAYER,
+    **GATE,
     "layer_scalar": "layer_output_scale.weight",
     "router.proj": "ffn_gate_inp",
     "router.scale": "ffn_gate_inp.scale",
@@ -54,6 +71,12 @@ GEMMA4_ENDS: Final = {
     "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
     "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
     "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+}
+# Projections of all hidden states but the first, which are stacked; see `_gemma3n_renamed`.
+GEMMA3N_ENDS: Final = {
+    **GEMMA4_ENDS,
+    "model.altup_projections.weight": "altup_proj.weight",
+    "model.altup_unembed_projections.weight": "altup_unembd_proj.weight",
 }
 # The norms of Gemma to Gemma 3, whose weights are stored plus one.
 NORMS: Final = (
@@ -71,6 +94,7 @@ NUM_LAYERS_27B: Final = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 CAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 # Smallest factor of wavelengths of pairs that are not rotated.
 UNTURNED: Final = 1e20
+_PROJECTION: Final = re.compile(r"(model\.altup_(?:unembed_)?projections)\.(\d+)\.weight")
 
 
 def _read_gemma(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
@@ -113,6 +137,42 @@ def _read_gemma3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> C
             "rope_parameters": {FULL: config["rope_parameters"], WINDOWED: _window_rope(metadata)},
         }
     )
+
+
+def _read_gemma3n(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    config = read_common(metadata, shapes, "Gemma3nForCausalLM", floats, reads=("final_logit_softcapping",))
+    metadata.require("altup.active_idx", 0)
+    metadata.require("rope.dimension_count", config["head_dim"])
+    metadata.same_integer("attention.head_count_kv")
+    num_layers = config["num_hidden_layers"]
+    return (
+        config
+        | _cap(metadata)
+        | {
+            "intermediate_size": [*metadata.integers("feed_forward_length")],
+            "layer_types": _kinds(metadata.window_pattern(5)),
+            "sliding_window": metadata.integer("attention.sliding_window"),
+            "num_kv_shared_layers": metadata.integer("attention.shared_kv_layers", 0, least=0, most=num_layers),
+            "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input"),
+            "vocab_size_per_layer_input": matrix_shape(shapes, "per_layer_token_embd.weight")[0],
+            "altup_num_inputs": metadata.integer("altup.num_inputs"),
+            "altup_correct_scale": has_tensor(shapes, "altup_correct_scale.weight"),
+            "laurel_rank": matrix_shape(shapes, "blk.0.laurel_l.weight")[0],
+            "activation_sparsity_pattern": _sparsity(metadata, num_layers),
+            "rope_parameters": {FULL: config["rope_parameters"], WINDOWED: _window_rope(metadata)},
+        }
+    )
+
+
+def _sparsity(metadata: Metadata, num_layers: int) -> list[float]:
+    """Return the share of zeros among the gates of each layer, of which a file has the cutoff in deviations."""
+    cutoffs = metadata.numbers("activation_sparsity_scale", num_layers)
+    return [round(NormalDist().cdf(cutoff), 6) if cutoff > -math.inf else 0.0 for cutoff in cutoffs]
+
+
+def _gemma3n_renamed(_config: Config, name: str) -> str:
+    """Return the name of a projection of a hidden state as that of one of the experts of a stack."""
+    return _PROJECTION.sub(r"\1.experts.\2.weight", name)
 
 
 def _read_gemma4(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
@@ -215,5 +275,6 @@ GEMMA: Final[dict[str, Architecture]] = {
     "gemma": Architecture(_read_gemma, LLAMA, ENDS, _norm_changes),
     "gemma2": Architecture(_read_gemma2, LAYER, ENDS, _norm_changes),
     "gemma3": Architecture(_read_gemma3, LAYER, ENDS, _norm_changes),
+    "gemma3n": Architecture(_read_gemma3n, GEMMA3N_LAYER, GEMMA3N_ENDS, renamed=_gemma3n_renamed),
     "gemma4": Architecture(_read_gemma4, GEMMA4_LAYER, GEMMA4_ENDS),
 }

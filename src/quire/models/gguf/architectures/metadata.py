@@ -78,6 +78,13 @@ class Metadata:
             raise self.wrong(name, value, "a positive number")
         return shortest(float(value))
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """Read a list of `count` numbers, which may be negative and infinite."""
+        value = self._get(name, None)
+        if not isinstance(value, list | tuple) or len(value) != count or not all(map(_is_number, value)):
+            raise self.wrong(name, value, f"a list of {count} numbers")
+        return tuple(map(float, value))
+
     def number_or_none(self, name: str) -> float | None:
         """Read a positive number; None for a missing field and for 0."""
         value = self._fields.get(self.key(name))
@@ -117,6 +124,10 @@ class Metadata:
         if value is None:
             raise CheckpointError(f"the field {self.key(name)} is missing", field=self.key(name))
         return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def shortest(value: float) -> float:

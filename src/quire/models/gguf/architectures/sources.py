@@ -138,12 +138,13 @@ def find_sources(
 ) -> tuple[TensorSource, ...]:
     """Return the tensors of a file that are joined on dimension 0 to a tensor of the family."""
     match = _LAYER.fullmatch(name)
-    if match is None:
-        stored = architecture.ends.get(name, name)
-        return (_source(stored, None, None, changes.get(name, Change()), name, shapes.get(stored)),)
-    numbered = _EXPERT.search(match[2])
-    inner = match[2] if numbered is None else _EXPERT.sub("", match[2])
+    numbered = _EXPERT.search(name)
     expert = None if numbered is None else int(numbered[1])
+    if match is None:
+        stored = name if numbered is None else name.replace(f".experts.{numbered[1]}.", ".")
+        stored = architecture.ends.get(stored, stored)
+        return (_source(stored, None, expert, changes.get(name, Change()), name, shapes.get(stored)),)
+    inner = match[2] if numbered is None else _EXPERT.sub("", match[2])
     stems, kind = architecture.layer.get(inner), ""
     if stems is None:
         module, _, kind = inner.rpartition(".")
