@@ -58,12 +58,14 @@ def load_vision(options: ModelConfig, checkpoint: Checkpoint, device: str, dtype
 
 
 def open_image_reader(
-    vision: Vision, checkpoint: Checkpoint, options: ModelConfig, memory: KVCacheManager, parts: ExitStack
-) -> ImageReader:
-    """Return the reader of prompts' images, which `parts` closes.
+    vision: Vision | None, checkpoint: Checkpoint, options: ModelConfig, memory: KVCacheManager, parts: ExitStack
+) -> ImageReader | None:
+    """Return the reader of prompts' images, which `parts` closes; None without an encoder.
 
     Images are identified with the memory manager's secret, which is stored with a prefix cache on disk.
     """
+    if vision is None:
+        return None
     form = f"{vision.encoder.dtype} {options.quantization}"
     key = memory.chain([], Namespace("images")).root[0]
     reader = ImageReader(vision.processing, image_token_id(checkpoint.config), form, key)
