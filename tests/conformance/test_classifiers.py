@@ -53,7 +53,9 @@ def save(family: str, folder: Path, ending: str = "ForSequenceClassification", *
     save_checkpoint(family, folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
-        hidden = [model.base_model(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS]
+        decoder = model.get_decoder()
+        decoder = getattr(decoder, "model", decoder)  # Llama 4's is a model with a head
+        hidden = [decoder(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS]
     states = torch.cat(hidden) if ending in OF_TOKENS else torch.stack([each[-1] for each in hidden])
     generator = torch.Generator().manual_seed(3)
     shapes: dict[str, tuple[int, ...]] = {"score.weight": (NUM_LABELS, WIDTH)}
