@@ -176,7 +176,7 @@ class LLM(PooledLLM):
             prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`. The latter may have
                 `"media": [{"offset": ..., "embeddings": ...}, ...]`: tensors [tokens, E] of the model's dtype, which
                 replace the embeddings of the tokens from `offset` on. A prompt of a model that reads images may have
-                `"multi_modal_data": {"image": [...]}`: bytes of files, paths, or images of Pillow, one for each
+                `"multi_modal_data": {"image": [...]}`: bytes of files, `Path`s, or images of Pillow, one for each
                 placeholder in the text or the token ids.
             sampling_params: parameters of all prompts, or one object for each; None takes the model's own.
             use_tqdm: show a progress bar on standard error, if it is a terminal.

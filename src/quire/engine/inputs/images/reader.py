@@ -25,7 +25,7 @@ from quire.sequences.media import Media
 DIGEST_BYTES: Final = 32
 # The only kind of data of the field.
 KIND: Final = "image"
-_ALLOWED: Final = "bytes of an image file, its path, or an image of Pillow"
+_ALLOWED: Final = "bytes of an image file, its path as a pathlib.Path, or an image of Pillow"
 
 
 class ImageReader:
@@ -48,8 +48,8 @@ class ImageReader:
         """Return the images of `multi_modal_data`.
 
         Args:
-            value: a mapping with one image or a list of images under `image`: bytes of a file, a path, or an image of
-                Pillow.
+            value: a mapping with one image or a list of images under `image`: bytes of a file, a `Path`, or an image
+                of Pillow. JSON has none of these, so that no client of a server names a file of its machine.
 
         Raises:
             InvalidParameter: another value, or an image that cannot be read or decoded; the error names it.
@@ -99,7 +99,7 @@ class ImageReader:
     def _pixels(self, field: str, image: Any) -> Pixels:
         if isinstance(image, bytes | bytearray):
             return self._decoder.decode(field, bytes(image))
-        if isinstance(image, str | Path):
+        if isinstance(image, Path):
             try:
                 return self._decoder.decode(field, read_file(user_path(str(image)), MAX_BYTES))
             except (OSError, ValueError) as error:
