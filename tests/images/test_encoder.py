@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from quire.errors import CheckpointError, ConfigError
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.vision_towers import gemma3_vision, qwen_vision
+from quire.models.loading.sizes import check_sizes
 from quire.models.modules.vision_encoder import PatchGrid, VisionEncoder
 from quire.models.specs.spec import WeightMap
 from quire.models.specs.vision_spec import VisionSpec
@@ -151,3 +153,19 @@ def test_an_image_of_gemma3_is_made_of_whole_squares() -> None:
             gemma3_vision(HFConfig({"vision_config": GEMMA | changes, "mm_tokens_per_image": 16}))
     with pytest.raises(CheckpointError, match="vision_config"):
         gemma3_vision(HFConfig({}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("depth", 2**30), ("depth", 1000), ("hidden_size", 2**30), ("intermediate_size", 2**30)),
+        *(("num_position_embeddings", 2**30), ("spatial_merge_size", 2**20)),
+    ],
+)
+def test_sizes_that_no_tensor_has_are_refused_before_anything_is_made(field: str, value: int) -> None:
+    spec, names = qwen_vision(HFConfig({"vision_config": QWEN}))
+    encoder = VisionEncoder(spec, ops=ReferenceOps(), dtype=torch.float32, device=torch.device("cpu"))
+    tensors: Any = {names[name][0]: SimpleNamespace(shape=shape) for name, shape in encoder.weights.shapes().items()}
+    check_sizes(spec, tensors)
+    with pytest.raises(CheckpointError):
+        check_sizes(qwen_vision(HFConfig({"vision_config": QWEN | {field: value}}))[0], tensors)

@@ -87,7 +87,12 @@ def test_a_user_changes_how_large_images_are() -> None:
             ("image_std", [0.5, float("nan"), 0.5]),
             ("image_mean", "a"),
         ),
-        *(("size", 448), ("size", {"shortest_edge": 2, "longest_edge": 1}), ("size", {"longest_edge": -1})),
+        *(
+            ("size", 448),
+            ("size", {"shortest_edge": 2, "longest_edge": 1}),
+            ("size", {"longest_edge": -1}),
+            ("size", {"shortest_edge": 2**31 - 1}),
+        ),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(field: str, value: object) -> None:

@@ -36,7 +36,7 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 # The largest size, count or id; fewer layers and hidden states, because objects are made for each before any tensor is
 # read.
 MAX_INTEGER = 2**31 - 1
-MOST: Mapping[str, int] = {"num_hidden_layers": 1024, "altup_num_inputs": 64}
+MOST: Mapping[str, int] = {"num_hidden_layers": 1024, "depth": 1024, "altup_num_inputs": 64}
 ROPE_TYPES = "default, linear, dynamic, llama3, yarn, proportional, mrope"
 # Supported rotations of a part of a head.
 PARTIAL_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")

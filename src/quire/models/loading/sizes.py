@@ -19,10 +19,11 @@ from quire.models.specs.spec import (
     ShortConv,
     experts_of,
 )
+from quire.models.specs.vision_spec import JoinedSquares, VisionSpec
 from quire.models.tensors.stored_tensor import StoredTensor
 
 
-def check_sizes(spec: ModelSpec | EncoderSpec, tensors: Mapping[str, StoredTensor]) -> None:
+def check_sizes(spec: ModelSpec | EncoderSpec | VisionSpec, tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse a model that is larger than its stored tensors.
 
     Exact shapes are checked when weights are loaded. Here it is enough that no tensor is allocated that is larger than
@@ -39,15 +40,27 @@ def check_sizes(spec: ModelSpec | EncoderSpec, tensors: Mapping[str, StoredTenso
     longest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     largest = max((prod(tensor.shape) for tensor in tensors.values()), default=0)
     sizes: list[tuple[str, int, int]] = []
-    if isinstance(spec, EncoderSpec):
+    if isinstance(spec, VisionSpec):
+        sizes += ((name, size, longest) for name, size in _vision_sizes(spec))
+    elif isinstance(spec, EncoderSpec):
         sizes += ((name, size, longest) for name, size in _encoder_sizes(spec))
     else:
         sizes += (*_sizes(spec, longest), *((*values, largest) for values in _convolutions(spec)))
-    sizes.append(("num_labels", 0 if spec.classifier is None else len(spec.classifier.labels), longest))
-    sizes += (("out_features", layer.width, longest) for layer in spec.dense)
+    if not isinstance(spec, VisionSpec):
+        sizes.append(("num_labels", 0 if spec.classifier is None else len(spec.classifier.labels), longest))
+        sizes += (("out_features", layer.width, longest) for layer in spec.dense)
     for name, size, most in sizes:
         if size > most:
             raise CheckpointError(f"config.json: {name} is {size:,}, but the largest that is stored has {most:,}")
+
+
+def _vision_sizes(spec: VisionSpec) -> Iterator[tuple[str, int]]:
+    """Yield sizes that must be dimensions of stored tensors."""
+    yield "vision_config.hidden_size", spec.width
+    yield "vision_config.intermediate_size", max(layer.mlp.width for layer in spec.layers)
+    yield "vision_config.num_position_embeddings", spec.table_side**2
+    if isinstance(spec.merger, JoinedSquares):
+        yield "vision_config.hidden_size of a merged square", spec.width * spec.merge_size**2
 
 
 def _encoder_sizes(spec: EncoderSpec) -> Iterator[tuple[str, int]]:

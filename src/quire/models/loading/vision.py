@@ -8,6 +8,7 @@ from quire.config import Quantization
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families.quantization_config import without_quantization
 from quire.models.families.vision_towers import build_vision, is_of_vision
+from quire.models.loading.sizes import check_sizes
 from quire.models.loading.weights import load_weights
 from quire.models.modules.vision_encoder import VisionEncoder
 from quire.ops import make_ops
@@ -36,6 +37,7 @@ def load_vision_encoder(
     built = build_vision(without_quantization(checkpoint.config))
     assert built is not None, "the checkpoint has no vision encoder"
     spec, weight_map = built
+    check_sizes(spec, checkpoint.tensors)
     ops = make_ops(torch.device(device), kernels, quantization, weight_packing)
     encoder = VisionEncoder(spec, ops=ops, dtype=dtype, device=torch.device(device))
     load_weights(checkpoint, weight_map, encoder)

@@ -99,8 +99,11 @@ def read_processing(
         ):
             if (found := settings.integer(field, wanted)) != wanted:
                 raise CheckpointError(f"{FILE}: {field} must be {wanted} as the encoder's, got {found}", field=field)
-        least = settings.integer("min_pixels", size.integer("shortest_edge", 56 * 56))
-        most = settings.integer("max_pixels", size.integer("longest_edge", 28 * 28 * 1280))
+        # Older files have other names for the limits.
+        shortest = size.integer("shortest_edge", 56 * 56, MAX_IMAGE_PIXELS)
+        longest = size.integer("longest_edge", 28 * 28 * 1280, MAX_IMAGE_PIXELS)
+        least = settings.integer("min_pixels", shortest, MAX_IMAGE_PIXELS)
+        most = settings.integer("max_pixels", longest, MAX_IMAGE_PIXELS)
         least, most = _changed(least, most, changes or {}, side * spec.merge_size)
     return ImageProcessing(
         patch_size=side,
@@ -138,10 +141,9 @@ class _Settings:
     def __init__(self, fields: Mapping[str, Any], prefix: str = "") -> None:
         self._fields, self._prefix = fields, prefix
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        return int(
-            self._read(name, default, lambda value: type(value) is int and 0 < value < 2**31, "a positive integer")
-        )
+    def integer(self, name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        allowed = f"an integer from 1 to {most}"
+        return int(self._read(name, default, lambda value: type(value) is int and 0 < value <= most, allowed))
 
     def number(self, name: str, default: float) -> float:
         return float(self._read(name, default, lambda value: _is_number(value) and value > 0, "a positive number"))
