@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -328,6 +329,7 @@ def test_a_picture_is_a_file_its_path_or_an_image(case: Case, pictures: Pictures
     for form in (path, path.read_bytes(), image, [image]):
         (output,) = run(llm, [{"prompt_token_ids": prompt["prompt_token_ids"], "multi_modal_data": {"image": form}}])
         assert output.outputs[0].token_ids == expected
+    cut = Image.open(BytesIO(path.read_bytes()[:200]))
     ids = prompt["prompt_token_ids"]
     for data, words in (
         ({"image": b"no image"}, r"multi_modal_data\.image\[0\]"),
@@ -335,6 +337,7 @@ def test_a_picture_is_a_file_its_path_or_an_image(case: Case, pictures: Pictures
         # A client's JSON can have a text.
         ({"image": str(path)}, r"image\[0\] must be bytes of an image file, its path as a pathlib\.Path, or"),
         ({"image": 5}, r"image\[0\] must be bytes of an image file, its path as a pathlib\.Path, or an image of"),
+        ({"image": cut}, r"image\[0\] must be an image that can be decoded"),
         ({"image": [image, image]}, "with 2 tokens 200, one for each image, got 'one with 1'"),
         ({"video": image}, 'a mapping with "image"; videos and audio are not supported'),
         (image, 'a mapping with "image"'),

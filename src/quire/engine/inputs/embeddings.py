@@ -112,6 +112,11 @@ class EmbeddingsReader:
     def _digest(self, embeddings: Tensor, grid: tuple[int, int] | None) -> bytes:
         # Equal embeddings with another grid give other positions to all that follows.
         shape = "x".join(map(str, (*embeddings.shape, *(grid or ()))))
-        hasher = blake2b(f"{embeddings.dtype} {shape} ".encode(), digest_size=DIGEST_BYTES, key=self._key)
-        hasher.update((c_ubyte * embeddings.nbytes).from_address(embeddings.data_ptr()))
-        return hasher.digest()
+        return digest_of(embeddings, f"{embeddings.dtype} {shape} ", self._key)
+
+
+def digest_of(tensor: Tensor, head: str, key: bytes) -> bytes:
+    """Return the digest of a contiguous tensor in host memory, after a text that states what its bytes do not."""
+    hasher = blake2b(head.encode(), digest_size=DIGEST_BYTES, key=key)
+    hasher.update((c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+    return hasher.digest()

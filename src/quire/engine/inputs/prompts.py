@@ -167,7 +167,7 @@ class PromptReader(NamedTuple):
         """Return a prompt with its images in place of their placeholders."""
         if self.image_reader is None:
             raise UnsupportedFeature(IMAGES, "this engine has no encoder of images")
-        token_ids, media = self.image_reader.place(prompt.token_ids, self.image_reader.read(value))
+        token_ids, media = self.image_reader.read(value, prompt.token_ids)
         if len(token_ids) > self.max_prompt_len:
             raise too_long(TooManyTokens(len(token_ids), is_exact=True), self.max_prompt_len, self.max_model_len)
         return prompt._replace(token_ids=token_ids, media=media)

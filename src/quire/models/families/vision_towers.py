@@ -37,6 +37,7 @@ _SIGLIP_LAYER: Final[Mapping[str, tuple[str, ...]]] = {
     "ffn.up": ("mlp.fc1",),
     "ffn.down": ("mlp.fc2",),
 }
+_QWEN_PREFIX: Final = "model.visual"
 _QWEN_NORM: Final = LayerNorm(1e-6)
 
 
@@ -73,7 +74,7 @@ def qwen_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
         deepstack=deepstack,
         deepstack_merger=JoinedSquares(_QWEN_NORM, norm_joined=True, activation="gelu") if deepstack else None,
     )
-    prefix = "model.visual"
+    prefix = _QWEN_PREFIX
     names: WeightMap = {"positions.weight": (f"{prefix}.pos_embed.weight",)}
     names |= _named("patches", f"{prefix}.patch_embed.proj")
     names |= map_modules("merger", f"{prefix}.merger", _QWEN_MERGER, has_bias=True)
@@ -138,15 +139,18 @@ TOWERS: Final[Mapping[str, Callable[[HFConfig], tuple[VisionSpec, WeightMap]]]] 
 
 def build_vision(config: Mapping[str, Any]) -> tuple[VisionSpec, WeightMap] | None:
     """Return the vision encoder of a checkpoint whose images can be prompts, and its tensors; None for others."""
-    names = config.get("architectures")
-    reader = TOWERS.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
+    reader = _find_tower(config)
     return None if reader is None else reader(HFConfig(config))
 
 
 def is_of_vision(config: Mapping[str, Any], tensor: str) -> bool:
     """Return whether a tensor is one of a vision encoder in `TOWERS`, and so no part of the decoder."""
+    return tensor.startswith(f"{_QWEN_PREFIX}.") and _find_tower(config) is not None
+
+
+def _find_tower(config: Mapping[str, Any]) -> Callable[[HFConfig], tuple[VisionSpec, WeightMap]] | None:
     names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] in TOWERS and tensor.startswith("model.visual.")
+    return TOWERS.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def image_token_id(config: Mapping[str, Any]) -> int:

@@ -7,11 +7,10 @@ encoder. The grid is part of that: as many tokens in another grid give other pos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import c_ubyte
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
+from quire.engine.inputs.embeddings import digest_of
 from quire.engine.inputs.images.decoding import MAX_PIXELS, ImageDecoder, Pixels
 from quire.engine.inputs.images.processing import ImageProcessing
 from quire.engine.inputs.images.sources import MAX_BYTES
@@ -22,7 +21,6 @@ from quire.models.modules.vision_encoder import ImagePatches
 from quire.platform.bounded.files import read_file, reason_of, user_path
 from quire.sequences.media import Media
 
-DIGEST_BYTES: Final = 32
 # The only kind of data of the field.
 KIND: Final = "image"
 _ALLOWED: Final = "bytes of an image file, its path as a pathlib.Path, or an image of Pillow"
@@ -40,19 +38,22 @@ class ImageReader:
 
     def __init__(self, processing: ImageProcessing, token_id: int, form: str, key: bytes) -> None:
         self.processing, self.token_id = processing, token_id
-        self._form = f"{form} {processing}".encode()
+        self._form = f"{form} {processing}"
         self._key = key
         self._decoder = ImageDecoder()
 
-    def read(self, value: object) -> list[ImagePatches]:
-        """Return the images of `multi_modal_data`.
+    def read(self, value: object, token_ids: Sequence[int]) -> tuple[list[int], tuple[Media, ...]]:
+        """Return a prompt's tokens with as many placeholders as each image has tokens, and the media of these.
 
         Args:
-            value: a mapping with one image or a list of images under `image`: bytes of a file, a `Path`, or an image
-                of Pillow. JSON has none of these, so that no client of a server names a file of its machine.
+            value: the field `multi_modal_data`, a mapping with one image or a list of images under `image`: bytes of a
+                file, a `Path`, or an image of Pillow. JSON has none of these, so that no client of a server names a
+                file of its machine.
+            token_ids: tokens of the prompt, with one placeholder for each image.
 
         Raises:
-            InvalidParameter: another value, or an image that cannot be read or decoded; the error names it.
+            InvalidParameter: another value, another number of placeholders, or an image that cannot be read or decoded;
+                the error names it.
             UnsupportedFeature: Pillow is not installed, and a file must be decoded.
         """
         if not isinstance(value, Mapping) or set(value) != {KIND}:
@@ -60,19 +61,18 @@ class ImageReader:
             raise InvalidParameter(IMAGES, shown, 'a mapping with "image"; videos and audio are not supported')
         images = value[KIND]
         whole = list(images) if isinstance(images, list | tuple) else [images]
-        name = f"{IMAGES}.{KIND}"
-        return [self._patches_of(f"{name}[{idx}]", image) for idx, image in enumerate(whole)]
-
-    def place(self, token_ids: Sequence[int], images: Sequence[ImagePatches]) -> tuple[list[int], tuple[Media, ...]]:
-        """Return a prompt's tokens with as many placeholders as each image has tokens, and the media of these.
-
-        Raises:
-            InvalidParameter: the prompt has another number of placeholders than there are images.
-        """
         count = sum(token_id == self.token_id for token_id in token_ids)
-        if count != len(images):
-            allowed = f"a prompt with {len(images)} tokens {self.token_id}, one for each image"
+        if count != len(whole):
+            allowed = f"a prompt with {len(whole)} tokens {self.token_id}, one for each image"
             raise InvalidParameter("prompt", f"one with {count}", allowed)
+        name = f"{IMAGES}.{KIND}"
+        return self._place(token_ids, [self._patches_of(f"{name}[{idx}]", image) for idx, image in enumerate(whole)])
+
+    def close(self) -> None:
+        """End the processes that decode images."""
+        self._decoder.close()
+
+    def _place(self, token_ids: Sequence[int], images: Sequence[ImagePatches]) -> tuple[list[int], tuple[Media, ...]]:
         placed: list[int] = []
         media: list[Media] = []
         left = iter(images)
@@ -86,32 +86,30 @@ class ImageReader:
             placed += [token_id] * (rows * columns)
         return placed, tuple(media)
 
-    def close(self) -> None:
-        """End the processes that decode images."""
-        self._decoder.close()
-
     def _patches_of(self, field: str, image: object) -> ImagePatches:
         values, rows, columns = self.processing.patches_of(field, self._pixels(field, image))
-        hasher = blake2b(self._form + f" {rows}x{columns} ".encode(), digest_size=DIGEST_BYTES, key=self._key)
-        hasher.update((c_ubyte * values.nbytes).from_address(values.data_ptr()))
-        return ImagePatches(hasher.digest(), values, rows, columns)
+        return ImagePatches(digest_of(values, f"{self._form} {rows}x{columns} ", self._key), values, rows, columns)
 
     def _pixels(self, field: str, image: Any) -> Pixels:
         if isinstance(image, bytes | bytearray):
             return self._decoder.decode(field, bytes(image))
         if isinstance(image, Path):
             try:
-                return self._decoder.decode(field, read_file(user_path(str(image)), MAX_BYTES))
+                data = read_file(user_path(str(image)), MAX_BYTES)
             except (OSError, ValueError) as error:
                 raise InvalidParameter(field, str(image), f"a file that can be read: {reason_of(error)}") from error
+            return self._decoder.decode(field, data)
         if not all(hasattr(image, name) for name in ("convert", "tobytes", "size", "getexif")):
             raise InvalidParameter(field, image, _ALLOWED)
         width, height = image.size
         if not 0 < width * height <= MAX_PIXELS:
             raise InvalidParameter(field, f"{width}x{height} pixels", f"an image of at most {MAX_PIXELS} pixels")
-        if image.getexif().get(0x112, 1) != 1:  # the user has Pillow, which turns it upright as the decoder does
-            from PIL import ImageOps
+        try:
+            if image.getexif().get(0x112, 1) != 1:  # the user has Pillow, which turns it upright as the decoder does
+                from PIL import ImageOps
 
-            image = ImageOps.exif_transpose(image)
-        rgb = image.convert("RGB")
+                image = ImageOps.exif_transpose(image)
+            rgb = image.convert("RGB")
+        except (OSError, ValueError, SyntaxError) as error:  # it reads its file only now
+            raise InvalidParameter(field, image, f"an image that can be decoded: {error}") from error
         return Pixels(rgb.height, rgb.width, rgb.tobytes())
