@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, merge
 from quire.text.tool_calls.calls import Piece
+from quire.text.tool_calls.detection import TRIALS, accepts
 from quire.text.tool_calls.formats import FORMATS, MarkupFormat
 from quire.text.tool_calls.markup import CallObject, KeywordArguments, TaggedArguments
 from tests.text.tool_calls.markup_examples import COHERE, EXAMPLES, GIVEN, JSON
@@ -318,3 +319,10 @@ def test_a_text_that_only_begins_contents_is_left_out(walker: ByteWalker) -> Non
     free = form.grammar(CallRules(functions=FUNCTIONS))
     assert not walker.takes(free, "It rains.")
     assert walker.takes(free, "all\nlook\n{}")
+
+
+def test_the_mark_between_bare_calls_begins_none() -> None:
+    (trial,) = [trial for trial in TRIALS if len(trial.calls) == 2]
+    text = ">>>".join(f"{name}\n{json.dumps(arguments)}" for name, arguments in trial.calls)
+    assert accepts(MARKUPS["functionary_v32-0"], trial, text)
+    assert not accepts(MARKUPS["functionary_v32-0"], trial, text.replace("\n", " "))

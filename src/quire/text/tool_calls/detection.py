@@ -226,7 +226,8 @@ def accepts(form: ToolFormat, trial: CallTrial, answer: str | None) -> bool:
         return False
     functions = tuple(trial.functions)
     grammar = form.grammar(CallRules(functions=functions, is_required=True, is_parallel=len(trial.calls) > 1))
-    begin = answer.find(form.marker)
+    # After the first name, the mark is the one between bare calls.
+    begin = answer.find(form.marker, 0, max(0, answer.find(trial.calls[0][0])))
     text = answer[begin:] if begin >= 0 else answer.lstrip()
     # The arguments of the last call and the end of the turn follow its name.
     return accepts_beginning(GrammarSource("grammar", grammar), text, text.rfind(trial.calls[-1][0]))
