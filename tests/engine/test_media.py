@@ -15,8 +15,9 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.inputs.prompts import Prompt, PromptReader
+from quire.engine.kv.block_map import describe_block, scan_blocks, stop_recording
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.memory import check
+from quire.memory import Namespace, check
 from tests.engine.test_async_llm import load as load_async
 from tests.engine.test_llm import greedy, load
 from tests.engine.test_record_memory import replayed
@@ -203,3 +204,32 @@ def test_the_asynchronous_door_takes_media(llm: LLM, width: int) -> None:
 
     assert asyncio.run(run()) == expected
     server.shutdown()
+
+
+def test_the_block_map_knows_blocks_with_rows_of_media(llm: LLM, width: int) -> None:
+    engine, size = llm.engine, llm.engine.scheduler.memory.block_size
+    assert size == 16
+    llm.reset_prefix_cache()
+    # 10 rows in block 1, and 20 in blocks 2 and 3.
+    engine.add_request("a", prompt_of((20, rows(width)), (40, rows(width, 20, 1))), greedy(40, ignore_eos=True))  # type: ignore[arg-type]
+    engine.step()
+    engine.step()
+    scan = scan_blocks(engine.scheduler)
+    (table,) = [held.block_ids for held in scan.tables]
+    own, salted = Namespace(engine.cache_name), Namespace(engine.cache_name, cache_salt="x")
+
+    def media_tokens(block: int, viewer: Namespace = own) -> Any:
+        return describe_block(engine.scheduler, 0, block, viewer)["media_tokens"]
+
+    assert scan.pools[0].media == {*table[1:4]}
+    assert list(map(media_tokens, table[:5])) == [0, 10, 8, 12, 0]
+    while engine.has_unfinished:
+        engine.step()
+    idle = scan_blocks(engine.scheduler).pools[0]
+    assert (idle.media, sum(idle.holders[1:])) == ({*table[1:4]}, 0)
+    assert list(map(media_tokens, table[:5])) == [0, 10, 8, 12, 0]
+    # Who may not see a block's tokens is told nothing of its media either.
+    assert media_tokens(table[1], salted) is None
+    llm.reset_prefix_cache()
+    assert scan_blocks(engine.scheduler).pools[0].media == set()
+    stop_recording(engine.scheduler)

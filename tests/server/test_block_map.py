@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from quire.errors import WorkerError
-from quire.memory.results import Tier
 from quire.server.kv_views import block_planes
 from quire.server.kv_views.block_map import MAX_WATCHERS, BlockMapHub
 from quire.server.kv_views.block_planes import Planes
@@ -53,7 +52,8 @@ def planes(draw: random.Random, size: int) -> Planes:
         holders = bytes(draw.choice((0, 0, 1, 2, 200)) for _ in range(size))
         flags = bytes(draw.choice((0, 1)) for _ in range(size))
         pinned = frozenset(draw.sample(range(1, size), 3))
-        pools.append(SimpleNamespace(tier=Tier(idx), group_idx=0, holders=holders, published=flags, pinned=pinned))
+        media = frozenset(draw.sample([cell for cell in range(1, size) if holders[cell]], 9))
+        pools.append(SimpleNamespace(holders=holders, published=flags, pinned=pinned, media=media))
         for number in (7, 300):
             table = tuple(draw.sample([cell for cell in range(1, size) if holders[cell]], size // 3))
             tables.append(SimpleNamespace(pool_idx=idx, number=number, block_ids=table))
@@ -73,7 +73,7 @@ def test_equal_parts_are_taken_over_from_the_planes_before(seed: int) -> None:
             published[draw.randrange(1, 1000)] = draw.choice(nodes)
         if draw.random() < 0.2:
             pinned = frozenset(draw.sample(range(1, 1000), 2))
-        pool = SimpleNamespace(holders=holders, published=published, pinned=pinned)
+        pool = SimpleNamespace(holders=holders, published=published, pinned=pinned, media=frozenset())
         scan: Any = SimpleNamespace(pools=[pool, pool], tables=[])
         whole, planes_before = Planes.of(scan), Planes.of(scan, planes_before)
         assert planes_before.states == whole.states
@@ -86,28 +86,40 @@ def test_changes_lead_from_one_map_to_the_next(seed: int) -> None:
     shown = unpack(before.runs(before.changed(None), None))
     shown |= unpack(after.runs(after.changed(before), None))
     assert len(after.changed(before)) < 800
+    assert after.media > after.media & before.media
     for cell, (state, owner) in enumerate(zip(after.states, after.owners, strict=True)):
-        assert shown.get(cell, (0, 0)) == (state, owner)
+        assert shown.get(cell, (0, 0)) == (state + 256 * (cell in after.media), owner)
+    # Nothing but the media of two blocks changes.
+    other = after._replace(media=after.media ^ {5, 700})
+    assert other.changed(after) == [5, 700]
 
 
 def test_a_state_has_holders_pins_and_publication() -> None:
-    pool = SimpleNamespace(holders=bytes([0, 1, 3, 255, 0]), published=bytes([0, 0, 1, 1, 1]), pinned=frozenset({2}))
+    pool = SimpleNamespace(
+        holders=bytes([0, 1, 3, 255, 0]),
+        published=bytes([0, 0, 1, 1, 1]),
+        pinned=frozenset({2}),
+        media=frozenset({2, 3, 4}),
+    )
     tables = [SimpleNamespace(pool_idx=0, number=n, block_ids=(2, n)) for n in (1, 3)]
     found = Planes.of(SimpleNamespace(pools=[pool], tables=tables))  # type: ignore[arg-type]
     assert list(found.states) == [0, 4, 3 * 4 + 3, 63 * 4 + 1, 1]
     # No count is too great, and none runs over into a neighbour.
-    pool = SimpleNamespace(holders=[0, 255, 256, 70_000, 1, 1 << 20], published=[None] * 6, pinned=frozenset())
+    pool = SimpleNamespace(
+        holders=[0, 255, 256, 70_000, 1, 1 << 20], published=[None] * 6, pinned=frozenset(), media=frozenset()
+    )
     wide = Planes.of(SimpleNamespace(pools=[pool], tables=[]))  # type: ignore[arg-type]
     assert list(wide.states) == [0, 63 * 4, 63 * 4, 63 * 4, 4, 63 * 4]
     # Of a shared block the oldest request is named.
     assert list(found.owners) == [0, 1, 1, 3, 0]
     # A tenant that holds block 3 alone sees of the others whether they are used, idle or free.
-    assert unpack(found.runs(range(5), {3})) == {0: (0, 0), 1: (4, 0), 2: (4, 0), 3: (253, 3), 4: (1, 0)}
+    assert unpack(found.runs(range(5), {3})) == {0: (0, 0), 1: (4, 0), 2: (4, 0), 3: (253 + 256, 3), 4: (1, 0)}
+    assert [state for state, _ in unpack(found.runs(range(5), None)).values()] == [0, 4, 15 + 256, 253 + 256, 1 + 256]
 
 
 def test_an_idle_pool_is_a_few_bytes() -> None:
     for holders, published in ((bytes(65536), bytes(65536)), (bytes(65536), b"\1" * 65536)):
-        pool = SimpleNamespace(holders=holders, published=published, pinned=frozenset())
+        pool = SimpleNamespace(holders=holders, published=published, pinned=frozenset(), media=frozenset())
         found = Planes.of(SimpleNamespace(pools=[pool], tables=[]))  # type: ignore[arg-type]
         assert len(found.runs(found.changed(None), None)) <= 8
 

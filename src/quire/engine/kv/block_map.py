@@ -7,6 +7,7 @@ stopped, pools record which blocks are copied, merged and evicted.
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.manager import KVCacheManager
 from quire.memory.pool.pool import NULL_BLOCK
 from quire.memory.pool.recent_changes import RecentChanges
+from quire.memory.prefix.prompt_embeddings import read_entries
 from quire.memory.prefix.token_chain import TOKEN_BYTES, Namespace
 from quire.memory.results import Tier
 from quire.memory.usage import Usage
@@ -34,6 +36,7 @@ class PoolBlocks(NamedTuple):
         holders: reference count of each block.
         published: true value for each block that is published.
         pinned: ids of pinned blocks.
+        media: ids of blocks that hold rows of images or other media; empty for recurrent states.
         recent: changes since the last scan; None in the first one.
     """
 
@@ -42,6 +45,7 @@ class PoolBlocks(NamedTuple):
     holders: Seq[int]
     published: Seq[object]
     pinned: frozenset[int]
+    media: frozenset[int]
     recent: RecentChanges | None = None
 
 
@@ -122,7 +126,13 @@ def scan_blocks(scheduler: Scheduler) -> BlockScan:
         num_blocks = sum(len(table.block_ids) - table.block_ids.count(NULL_BLOCK) for table in sequence_tables)
         rows[row.number] = row._replace(num_blocks=row.num_blocks + num_blocks)
     queue = len(scheduler.running), len(scheduler.waiting), len(scheduler.swapped)
-    return BlockScan(tuple(_pools_of(memory)), tuple(tables), tuple(rows.values()), memory.usage(), queue)
+    return BlockScan(
+        tuple(_pools_of(memory, _media_in_tables(scheduler))),
+        tuple(tables),
+        tuple(rows.values()),
+        memory.usage(),
+        queue,
+    )
 
 
 def stop_recording(scheduler: Scheduler) -> None:
@@ -141,12 +151,30 @@ def pool_sizes(scheduler: Scheduler) -> list[int]:
     return [len(group.pool.ref_counts) for _, _, group in groups_of(scheduler.memory)]
 
 
-def _pools_of(memory: KVCacheManager) -> Iterator[PoolBlocks]:
+def _pools_of(memory: KVCacheManager, held_media: dict[tuple[Tier, int], set[int]]) -> Iterator[PoolBlocks]:
     for tier, idx, group in groups_of(memory):
         pool = group.pool
         recent, pool.recent = pool.recent, RecentChanges()
         pinned = frozenset(memory.pins.blocks(idx)) if tier is Tier.DEVICE else frozenset[int]()
-        yield PoolBlocks(tier, idx, pool.ref_counts.copy(), pool.index.nodes(), pinned, recent)
+        media = frozenset[int]()
+        if not group.is_recurrent:  # a recurrent state has no rows
+            media = pool.index.media_blocks() | held_media.get((tier, idx), media)
+        yield PoolBlocks(tier, idx, pool.ref_counts.copy(), pool.index.nodes(), pinned, media, recent)
+
+
+def _media_in_tables(scheduler: Scheduler) -> dict[tuple[Tier, int], set[int]]:
+    """Return the blocks of sequences that hold rows of media, by tier and cache group."""
+    memory, found = scheduler.memory, defaultdict[tuple[Tier, int], set[int]](set)
+    for sequence in (*scheduler.running, *scheduler.swapped):
+        state = memory.sequences[sequence.seq_id]
+        tier = Tier.HOST if state.is_swapped else Tier.DEVICE
+        for span in state.chain.media:
+            part = slice(span.start // memory.block_size, (span.end - 1) // memory.block_size + 1)
+            for idx, table in enumerate(state.tables_on(tier)):
+                found[tier, idx].update(table[part])
+    for blocks in found.values():
+        blocks.discard(NULL_BLOCK)
+    return found
 
 
 def groups_of(memory: KVCacheManager) -> Iterator[tuple[Tier, int, CacheGroup]]:
@@ -199,6 +227,7 @@ def describe_block(scheduler: Scheduler, pool_idx: int, block_id: int, viewer: N
     tier, group_idx, group = tuple(groups_of(memory))[pool_idx]
     pool, size = group.pool, memory.block_size
     token_ids: list[int] | None = None
+    media_tokens = 0
     holders: list[dict[str, Any]] = []
     for sequence in (*scheduler.running, *scheduler.swapped):
         namespace = sequence.request.namespace
@@ -210,7 +239,9 @@ def describe_block(scheduler: Scheduler, pool_idx: int, block_id: int, viewer: N
             start = table.index(block_id) * size
             holders.append({"number": number_of(sequence.request), "sample": sequence.sample_idx, "first_token": start})
             if namespace._replace(adapter=None) == viewer:
-                token_ids = sequence.tokens[start : min(start + size, state.num_slots)]
+                end = min(start + size, state.num_slots)
+                token_ids = sequence.tokens[start:end]
+                media_tokens = sum(max(0, min(span.end, end) - max(span.start, start)) for span in state.chain.media)
     position = pool.index.position_of(block_id)
     if token_ids is None and position is not None:
         node, at = position
@@ -219,7 +250,9 @@ def describe_block(scheduler: Scheduler, pool_idx: int, block_id: int, viewer: N
             root = root.parent
         if root.name == viewer.serialise():
             # Entries of media follow the tokens.
-            token_ids = array("I", node.content(at)[: size * TOKEN_BYTES]).tolist()
+            content, end = node.content(at), size * TOKEN_BYTES
+            token_ids = array("I", content[:end]).tolist()
+            media_tokens = sum(span.end - max(span.start, 0) for span in read_entries(content[end:]))
     is_own = viewer.tenant is None or bool(holders)
     pins = [name for name in memory.pins.names() if block_id in memory.pins.blocks_of(name, group_idx)]
     return {
@@ -231,6 +264,7 @@ def describe_block(scheduler: Scheduler, pool_idx: int, block_id: int, viewer: N
         "held_by": holders,
         "pins": pins if viewer.tenant is None and tier is Tier.DEVICE else [],
         "token_ids": token_ids,
+        "media_tokens": None if token_ids is None else media_tokens,
     }
 
 

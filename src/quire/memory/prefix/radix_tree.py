@@ -74,15 +74,19 @@ class PrefixCursor:
 class RadixTree:
     """The prefixes of one manager.
 
+    Attributes:
+        has_media: True once a block with media was added.
+
     Invariants: M4.
     """
 
-    __slots__ = ("_num_tombstones", "_tombstones", "generation", "layout", "max_tombstones", "roots")
+    __slots__ = ("_num_tombstones", "_tombstones", "generation", "has_media", "layout", "max_tombstones", "roots")
 
     def __init__(self, block_size: int, num_pools: int, child_index_pool: int | None) -> None:
         self.layout = TreeLayout(block_size * TOKEN_BYTES, num_pools, child_index_pool)
         self.max_tombstones = 0
         self.generation = 0
+        self.has_media = False
         self.roots: dict[bytes, RadixNode] = {}
         # Nodes with the number of blocks that were withdrawn from them, oldest first. Some may be published again.
         self._tombstones: deque[tuple[RadixNode, int]] = deque()
@@ -93,6 +97,7 @@ class RadixTree:
         for node in self.nodes():
             node.version += 1
         self.roots.clear()
+        self.has_media = False
         self._tombstones.clear()
         self._num_tombstones = 0
 
@@ -173,6 +178,7 @@ class RadixTree:
             node = branch
         self.generation += 1
         node.extend(chain, num_known, num_blocks)
+        self.has_media |= bool(chain.media)
         if num_known < num_seen:
             node.never_published.update(range(num_known - node.first, min(num_seen, num_blocks) - node.first))
         cursor.num_known, cursor.version = num_blocks, node.version

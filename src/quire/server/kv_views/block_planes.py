@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
 
 # Bits of a block's state, below its number of holders.
 PUBLISHED, PINNED, HOLDER = 1, 2, 4
+# Above all of them, in `runs` alone: the block holds rows of media.
+MEDIA = 256
 MOST_HOLDERS = 63
 CHUNK = 256
 _HOLDERS = bytes(min(count, MOST_HOLDERS) * HOLDER for count in range(256))
@@ -27,11 +29,13 @@ class Planes(NamedTuple):
     Args:
         states: a byte for each block: its holders (up to 63) times 4, plus 2 if it is pinned, plus 1 if published.
         owners: number of the oldest request that holds a block, 4 bytes for each block; 0 for none.
+        media: cells of the blocks that hold rows of media.
         pools: the pools that were packed.
     """
 
     states: bytes
     owners: memoryview
+    media: frozenset[int]
     pools: tuple[PoolBlocks, ...]
 
     @classmethod
@@ -52,7 +56,9 @@ class Planes(NamedTuple):
                 owners[first + block_id] = table.number
         for first in starts:
             owners[first] = 0  # the null block
-        return cls(b"".join(parts), memoryview(owners.tobytes()).cast("I"), tuple(scan.pools))
+        cells = zip(starts, scan.pools, strict=True)
+        media = frozenset(first + block_id for first, pool in cells for block_id in pool.media)
+        return cls(b"".join(parts), memoryview(owners.tobytes()).cast("I"), media, tuple(scan.pools))
 
     def changed(self, before: Planes | None) -> list[int]:
         """Return the cells that differ from earlier planes; without these, all cells that are not free."""
@@ -65,14 +71,17 @@ class Planes(NamedTuple):
                 new = zip(self.states[part], self.owners[part], strict=True)
                 old = zip(before.states[part], before.owners[part], strict=True)
                 cells += [cell for cell, (now, then) in enumerate(zip(new, old, strict=True), start) if now != then]
-        return cells
+        marked = self.media ^ before.media
+        return sorted(marked.union(cells)) if marked else cells
 
     def runs(self, cells: Iterable[int], visible: set[int] | None) -> bytes:
         """Return cells as runs of equal ones: gap, length, state and owner, each as a LEB128 number."""
 
         def shown(cell: int) -> tuple[int, int]:
             state, owner = self.states[cell], self.owners[cell]
-            return (state, owner) if visible is None or owner in visible else (_OTHERS[state], 0)
+            if visible is not None and owner not in visible:
+                return _OTHERS[state], 0
+            return state | (MEDIA if cell in self.media else 0), owner
 
         packed = bytearray()
         end = 0

@@ -82,6 +82,7 @@ export async function showBlock(pool, block) {
     const lines = [`On the ${found.tier}${found.is_published ? ", published" : ""}${pins}`, holdersOf(found)];
     const first = [...new Set(known.map((each) => each.first_token))];
     if (first.length === 1) lines.push(`Tokens of their prompts and answers from ${count(first[0])} on`);
+    if (found.media_tokens) lines.push(`Tokens that stand for images: ${count(found.media_tokens)}`);
     lines.push(age === null ? "Unchanged since the map is watched" : `Last changed ${age.toFixed(1)} s ago`);
     show(`Block ${block}`, lines, found.text ?? (found.token_ids ? found.token_ids.join(" ") : null));
   } catch (error) {

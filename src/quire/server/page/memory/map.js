@@ -4,7 +4,8 @@
 // shapes (holders, pins, flashes) is drawn over the visible cells, where cells are large enough to have any.
 
 const PINNED = 2,
-  HOLDER = 4;
+  MEDIA = 256;
+const holdersIn = (state) => (state & 255) >> 2;
 const GOLDEN = 0.618034;
 const FLASH_MS = 900;
 const MAX_HEIGHT = 300,
@@ -82,7 +83,7 @@ export class BlockMap {
   layout(info) {
     this.info = info;
     const total = info.pools.reduce((sum, pool) => sum + pool.cells, 0);
-    this.states = new Uint8Array(total);
+    this.states = new Uint16Array(total);
     this.owners = new Uint32Array(total);
     let first = 0;
     this.pools = info.pools.map((pool, idx) => {
@@ -265,7 +266,7 @@ export class BlockMap {
         state = states[cell],
         owner = owners[cell];
       let pixel = free;
-      if (state >= HOLDER) {
+      if (holdersIn(state)) {
         if (!owner) pixel = state & PINNED ? idle : others;
         else if ((pixel = owned.get(owner)) === undefined) owned.set(owner, (pixel = pixelOfOwner(owner)));
       } else if (state) pixel = idle;
@@ -275,7 +276,7 @@ export class BlockMap {
     if (owned.size > 4096) owned.clear();
   }
 
-  // The cores of shared blocks and the outlines of pinned ones.
+  // The hatches of blocks with rows of images, the cores of shared blocks and the outlines of pinned ones.
   drawShapes(pen, pool, start, count, top, ratio, inks) {
     const inner = this.side - ratio;
     pen.textAlign = "center";
@@ -283,9 +284,23 @@ export class BlockMap {
     for (let at = 0; at < count; at += 1) {
       const cell = pool.first + 1 + start + at,
         state = this.states[cell],
-        holders = Math.floor(state / HOLDER);
+        holders = holdersIn(state);
       const x = (at % this.columns) * this.side,
         y = top + Math.floor(at / this.columns) * this.side;
+      if (state & MEDIA) {
+        pen.strokeStyle = inks.card;
+        pen.lineWidth = Math.max(ratio, inner / 8);
+        pen.beginPath();
+        for (const [from, to] of [
+          [0, 0.5],
+          [0, 1],
+          [0.5, 1],
+        ]) {
+          pen.moveTo(x + from * inner, y + to * inner);
+          pen.lineTo(x + to * inner, y + from * inner);
+        }
+        pen.stroke();
+      }
       if (holders > 1) {
         // The core grows with the number of holders, which is written where it has room.
         const core = inner * Math.min(0.7, 0.25 + 0.07 * holders),
@@ -396,9 +411,8 @@ export class BlockMap {
   cellOf(pool, block) {
     const cell = pool.first + block,
       state = this.states[cell],
-      holders = Math.floor(state / HOLDER);
-    const isPublished = Boolean(state & 1),
-      isPinned = Boolean(state & PINNED);
-    return { pool, block, holders, isPublished, isPinned, owner: this.owners[cell] };
+      owner = this.owners[cell];
+    const [isPublished, isPinned, isMedia] = [1, PINNED, MEDIA].map((bit) => Boolean(state & bit));
+    return { pool, block, holders: holdersIn(state), isPublished, isPinned, isMedia, owner };
   }
 }

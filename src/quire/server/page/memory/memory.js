@@ -101,12 +101,13 @@ async function watch() {
 }
 
 // A cell in words, for those who point at it or move to it.
-function wordsOf({ pool, block, holders, isPublished, isPinned, owner }) {
+function wordsOf({ pool, block, holders, isPublished, isPinned, isMedia, owner }) {
   const first = owner ? `#${owner}` : "others",
     more = holders > 1 ? ` and ${count(holders - 1)} more` : "";
   const state = holders ? `held by ${first}${more}` : isPublished ? "idle" : "free";
   const kept = holders && isPublished ? ", published" : "";
-  return `${pool.tier} block ${count(block)}: ${state}${kept}${isPinned ? ", pinned" : ""}`;
+  const rest = `${isPinned ? ", pinned" : ""}${isMedia ? ", has rows of an image" : ""}`;
+  return `${pool.tier} block ${count(block)}: ${state}${kept}${rest}`;
 }
 
 function tellCell(cell) {
