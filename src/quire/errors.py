@@ -233,7 +233,7 @@ class UnsupportedFeature(RequestError):
 
 
 class UnsupportedPart(UnsupportedFeature):
-    """A part of a prompt that is no text: an image, audio, a video or a file.
+    """A part of a prompt that the model does not read, or not in this place: an image, audio, a video or a file.
 
     Args:
         field: name of the part.
@@ -242,7 +242,7 @@ class UnsupportedPart(UnsupportedFeature):
     """
 
     def __init__(self, field: str, kind: object, model: str = "the model") -> None:
-        super().__init__(field, f"requests to {model} are text only, and this part is of type {shown(kind)}")
+        super().__init__(field, f"{model} reads no parts of type {shown(kind)} here")
         self.kind = kind
 
     def of_model(self, name: str) -> UnsupportedPart:

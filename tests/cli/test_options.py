@@ -64,6 +64,9 @@ def test_every_field_has_a_flag_with_its_meaning(parser: argparse.ArgumentParser
         (["--skip-tokenizer-init", "--num-kv-blocks", "9"], {"skip_tokenizer_init": True, "num_kv_blocks": 9}),
         (["--scheduling-policy", "priority", "--seed", "7"], {"scheduling_policy": "priority", "seed": 7}),
         (["--max-queue-len", "none", "--dtype", "float32"], {"max_queue_len": None, "dtype": "float32"}),
+        (["--limit-mm-per-prompt", '{"image": 4}'], {"limit_mm_per_prompt": {"image": 4}}),
+        (["--limit-mm-per-prompt", "image=4,video=0"], {"limit_mm_per_prompt": {"image": 4, "video": 0}}),
+        (["--mm-processor-kwargs", '{"max_pixels": 4096}'], {"mm_processor_kwargs": {"max_pixels": 4096}}),
     ],
 )
 def test_engine_flags_become_options(
@@ -180,13 +183,13 @@ def test_a_flag_that_only_vllm_has_is_refused_with_a_hint(flags: list[str], caps
 
 def test_flags_of_vllm_that_change_nothing_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     flags = "--enforce-eager --load-format auto --disable-log-requests -dp 1 --no-enable-eplb --max-logprobs 20"
-    args = parse_args(["serve", "--model", "some/model", *flags.split(), "--limit-mm-per-prompt", '{"image": 0}'])
+    args = parse_args(["serve", "--model", "some/model", *flags.split()])
     config = EngineConfig.from_options(**engine_options(args))
     assert config == EngineConfig.from_options(model="some/model", enforce_eager=True)
     assert parse_args(["serve", "--enforce-eager", "some/model"]).model == "some/model"
     (record,) = caplog.records
     assert record.getMessage().endswith(
-        "data_parallel_size, disable_log_requests, enable_eplb, limit_mm_per_prompt, load_format, max_logprobs"
+        "data_parallel_size, disable_log_requests, enable_eplb, load_format, max_logprobs"
     )
 
 
@@ -198,7 +201,6 @@ NEUTRAL = (
     ("""--allowed-headers=["*"]""", """--allowed-headers=["x-a"]"""),
     ("--disable-fastapi-docs", ""),
     ("--enable-tokenizer-info-endpoint", ""),
-    ("--language-model-only", ""),
     ("-O3", ""),
     ("-O.mode=3", ""),
     ("--optimization-level=2", ""),

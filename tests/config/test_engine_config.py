@@ -15,6 +15,7 @@ from quire.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    MultimodalConfig,
     SchedulerConfig,
     option_sections,
 )
@@ -138,6 +139,15 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("kv_events_format", ["map", "array"], ["maps", "", None]),
         ("max_lora_rank", [1, 512], [0, 513, None, "8", True]),
         ("max_cpu_loras", [None, 1], [0, 1.5, "8", True]),
+        ("limit_mm_per_prompt", [None, {}, {"image": 0}, {"image": 4, "video": 0}], [4, {"image": -1}, {"video": 1}]),
+        ("language_model_only", [True, False], [None, 1, "yes"]),
+        (
+            "mm_processor_kwargs",
+            [None, {}, {"max_pixels": 5}, {"size": {"shortest_edge": 1}}],
+            [5, {"a": 1}, {"size": 5}, {"size": {"a": 1}}],
+        ),
+        ("allowed_local_media_path", [None, "folder"], [3, True]),
+        ("allowed_media_domains", [(), ("a.example", "b")], [5, ("https://a",), ("a:80",), ("",)]),
         ("grammar_timeout_s", [5, 0.1], [0, -1.0, math.nan, math.inf, "5", True, None]),
         ("grammar_memory_bytes", [1 << 24, 10**12], [0, (1 << 24) - 1, -1, 1e9, True, None]),
     ],
@@ -158,6 +168,22 @@ def test_a_prefix_cache_on_disk_needs_prefix_caching() -> None:
     with pytest.raises(ConfigError, match="needs enable_prefix_caching") as refused:
         EngineConfig.from_options(prefix_cache_dir="cache", enable_prefix_caching=False)
     assert refused.value.field == "prefix_cache_dir"
+
+
+def test_images_of_a_prompt_are_limited_in_number_and_size() -> None:
+    def images(**options: Any) -> MultimodalConfig:
+        return EngineConfig.from_options(**options).multimodal
+
+    assert [images().max_images, images(limit_mm_per_prompt={"video": 0}).max_images] == [16, 16]
+    assert images(limit_mm_per_prompt={"image": 3}).max_images == 3
+    assert images(limit_mm_per_prompt={"image": 3}, language_model_only=True).max_images == 0
+    size = {"size": {"shortest_edge": 2048, "longest_edge": 4096}}
+    for given in (size, {"min_pixels": 2048, "max_pixels": 4096}):
+        assert images(mm_processor_kwargs=given).processor_changes == {"min_pixels": 2048, "max_pixels": 4096}
+    with pytest.raises(ConfigError, match="either size or min_pixels and max_pixels"):
+        images(mm_processor_kwargs={**size, "max_pixels": 4096})
+    assert images(allowed_local_media_path="").allowed_local_media_path is None  # vLLM's default
+    assert images(allowed_media_domains="a.example").allowed_media_domains == ("a.example",)
 
 
 def test_every_option_is_tried_above() -> None:

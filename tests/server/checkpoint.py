@@ -48,7 +48,7 @@ def save(
             having 0.25. Where the strongest is not allowed, the next one is said.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    library = _tokenizer()
+    library = tokenizer_library()
     library.add_tokens(list(more_tokens))
     library.save(str(folder / "tokenizer.json"))
     named = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "chat_template": template}
@@ -83,7 +83,8 @@ def save(
     return folder
 
 
-def _tokenizer() -> Library:
+def tokenizer_library() -> Library:
+    """Return a tokenizer of bytes, with the special tokens."""
     names = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
     library = Library(models.BPE(vocab={name: token_id for token_id, name in enumerate(names)}, merges=MERGES))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

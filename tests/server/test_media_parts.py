@@ -85,7 +85,7 @@ def test_the_part_and_the_model_are_named(
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     message = error if isinstance(error, str) else error["message"]
-    words = f"{field} is not supported: requests to the model {name!r} are text only, and this part is of type {kind!r}"
+    words = f"{field} is not supported: the model {name!r} reads no parts of type {kind!r} here"
     assert message == words
     if "param" in error:
         assert (error["param"], error["code"]) == (field, "unsupported_feature")
@@ -94,5 +94,5 @@ def test_the_part_and_the_model_are_named(
 def test_a_stream_is_refused_before_it_begins(hermes: ServerProcess) -> None:
     response = hermes.post("/v1/chat/completions", {"messages": user(IMAGE), "stream": True})
     assert response.status_code == 400
-    assert "text only" in json.loads(response.text)["error"]["message"]
+    assert "reads no parts of type 'image_url' here" in json.loads(response.text)["error"]["message"]
     hermes.wait_until_idle()

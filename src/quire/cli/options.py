@@ -22,6 +22,7 @@ from quire.config import (
     CudaGraphConfig,
     LoRAConfig,
     ModelConfig,
+    MultimodalConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -69,6 +70,7 @@ GROUPS = {
     LoRAConfig: "adapter",
     ParallelConfig: "parallel",
     CudaGraphConfig: "CUDA graph",
+    MultimodalConfig: "image",
 }
 
 
@@ -297,6 +299,8 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
         return _bias, "ID=X,ID=X"
     if flag.hint == Mapping[str, Any]:
         return json_object, "JSON"
+    if flag.hint == Mapping[str, int]:
+        return _counts, "JSON"
     raise TypeError(f"no flag can be made for {flag.field}: {flag.hint}")
 
 
@@ -375,6 +379,14 @@ def _number(text: str) -> float:
 def _bias(text: str) -> dict[int, float]:
     pairs = [part.partition("=") for part in text.split(",")]
     return {_integer(token_id): _number(amount) for token_id, _, amount in pairs}
+
+
+def _counts(text: str) -> dict[str, Any]:
+    """Parse numbers by name: a JSON object, or `name=N` with commas between, as in older versions of vLLM."""
+    if text.lstrip().startswith("{"):
+        return json_object(text)
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {name.strip(): _integer(number) for name, _, number in pairs}
 
 
 @cache

@@ -5,6 +5,7 @@ from quire.config.cache_dtypes import CACHE_DTYPES, CacheDtype
 from quire.config.cuda_graphs import CudaGraphConfig
 from quire.config.kv_events import KVEventsConfig
 from quire.config.lora import LoRAConfig
+from quire.config.multimodal import MultimodalConfig
 from quire.config.options import (
     DTYPES,
     PREEMPTION_MODES,
@@ -47,6 +48,7 @@ __all__ = [
     "Machine",
     "ModelConfig",
     "ModelFacts",
+    "MultimodalConfig",
     "ParallelConfig",
     "Quantization",
     "ResolvedConfig",

@@ -22,7 +22,7 @@ _CHUNKS: Final = "prompts are always computed in chunks; use max_num_batched_tok
 _NO_CODE: Final = "no code of a checkpoint is run; the architectures that run are built in"
 _GRAMMARS: Final = "llguidance compiles all structured outputs; use grammar_timeout_s and grammar_memory_bytes"
 _POOLS: Final = "every engine generates, embeds and scores; leave it out"
-_TEXT_ONLY: Final = "prompts are text or token ids, with embeddings of media at most"
+_MEDIA: Final = "prompts are text or token ids, with images, or with embeddings of media from Python"
 _FILES: Final = "weights are read from the folder or file of the model, in the formats of docs/checkpoints.md"
 _LOGS: Final = "the server's --log-level and --log-interval decide what is logged"
 _TEMPLATE: Final = "the template comes with the model; LLM.chat takes another one"
@@ -68,7 +68,7 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "use_tqdm_on_load": (_FLAGS, "loading shows no progress bar"),
     "tokenizer_mode": (("auto", "hf", "slow", "fast"), "there is one kind of tokenizer, that of tokenizer.json"),
     "tokenizer_revision": ((), "revision is the model's; give a local folder for another version of a tokenizer"),
-    "skip_mm_profiling": (_FLAGS, _TEXT_ONLY),
+    "skip_mm_profiling": (_FLAGS, _MEDIA),
     "runner": (("auto", "generate", "pooling"), _POOLS),
     "convert": (("auto", "none", "embed"), _POOLS),
     "task": (("auto", "generate", "embed", "score"), _POOLS),
@@ -168,19 +168,14 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "lora_dtype": (("auto",), "adapters are computed in the dtype of the model"),
     "guided_decoding_backend": (("auto", "guidance", "xgrammar", "outlines"), _GRAMMARS),
     "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
-    "limit_mm_per_prompt": (({}, {"image": 0}, {"image": 0, "video": 0}), _TEXT_ONLY),
-    "language_model_only": (_FLAGS, _TEXT_ONLY),
-    "enable_mm_embeds": ((False,), _TEXT_ONLY),
-    "interleave_mm_strings": ((False,), _TEXT_ONLY),
-    "media_io_kwargs": (({},), _TEXT_ONLY),
-    "allowed_local_media_path": (("",), _TEXT_ONLY),
-    "allowed_media_domains": (([],), _TEXT_ONLY),
-    "mm_encoder_tp_mode": (None, _TEXT_ONLY),
-    "mm_processor_cache_type": (None, _TEXT_ONLY),
-    "mm_processor_kwargs": (({},), _TEXT_ONLY),
-    "mm_processor_cache_gb": (None, _TEXT_ONLY),
-    "disable_mm_preprocessor_cache": (_FLAGS, _TEXT_ONLY),
-    "enable_prompt_embeds": ((False,), _TEXT_ONLY),
+    "enable_mm_embeds": ((False,), _MEDIA),
+    "interleave_mm_strings": ((False,), _MEDIA),
+    "media_io_kwargs": (({},), _MEDIA),
+    "mm_encoder_tp_mode": (None, _MEDIA),
+    "mm_processor_cache_type": (None, _MEDIA),
+    "mm_processor_cache_gb": (None, _MEDIA),
+    "disable_mm_preprocessor_cache": (_FLAGS, _MEDIA),
+    "enable_prompt_embeds": ((False,), _MEDIA),
     "logits_processors": (([],), "give them to SamplingParams"),
     "enable_sleep_mode": ((False,), "an engine frees its memory when it is closed"),
     "fail_on_environ_validation": (_FLAGS, "variables of vLLM's are not read"),

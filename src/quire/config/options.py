@@ -23,6 +23,7 @@ from quire.config.checks import (
 from quire.config.cuda_graphs import CudaGraphConfig
 from quire.config.hints import drop_neutral, hint_for
 from quire.config.lora import LoRAConfig
+from quire.config.multimodal import MultimodalConfig
 from quire.config.parallel import ParallelConfig, check_num_threads, check_served_by_ranks, check_served_by_stages
 from quire.config.speculative import SpeculativeConfig, flatten
 from quire.errors import ConfigError, shown
@@ -231,6 +232,7 @@ PARTS: Final[Mapping[str, Any]] = {
     "lora": LoRAConfig,
     "parallel": ParallelConfig,
     "graphs": CudaGraphConfig,
+    "multimodal": MultimodalConfig,
 }
 
 
@@ -245,6 +247,7 @@ class EngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)
+    multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
 
     def __post_init__(self) -> None:
         if self.scheduler.preemption_mode == "swap" and not self.cache.swap_space:

@@ -226,7 +226,9 @@ class LLM(PooledLLM):
         """Answer one conversation, or several at once.
 
         Args:
-            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
+            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists. For a model that reads images,
+                parts of the content may be `{"type": "image", "image": ...}` with bytes of a file, a `Path` or an image
+                of Pillow, or `{"type": "image_url", "image_url": {"url": ...}}`.
             sampling_params: see `generate`.
             use_tqdm, cache_salt, tenant, retain_cache, lora_request: see `generate`.
             tools: functions that the model may call, as in OpenAI's API; outputs then have `content` and `tool_calls`.
@@ -290,6 +292,8 @@ class LLM(PooledLLM):
                 with one warning if it does not use them; or such variables, which are refused then.
         """
         prompt = self._chat_prompt(messages, **template_args)
+        if prompt.images:
+            return self.engine.requests.prepare(prompt, ONE_TOKEN, add_special_tokens=False).prompt.token_ids
         return self.get_tokenizer().encode(prompt, add_special_tokens=False)
 
     def _chat_prompt(
@@ -319,6 +323,7 @@ class LLM(PooledLLM):
             variables={**used, **variables},
             added_tokens=tokenizer.added_tokens,
             sanitizing=self.resolved.sanitize_control_tokens,
+            max_images=self.engine.requests.max_images,
         )
 
     def _template(self, source: object) -> ChatTemplate | None:

@@ -10,6 +10,7 @@ from quire.engine.inputs.prompt_names import IMAGES
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature
 from quire.sequences.media import Media
 from quire.text.chat.chat_prompt import ChatPrompt
+from quire.text.chat.images import ChatImage
 from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.vocabulary.long_texts import TooManyTokens
 
@@ -85,6 +86,8 @@ class PromptReader(NamedTuple):
         if isinstance(prompt, str | ChatPrompt):
             text = prompt if isinstance(prompt, str) else prompt.text
             read = TokenPrompt(self._encode(prompt, add_special_tokens=add_special_tokens), text)
+            if isinstance(prompt, ChatPrompt) and prompt.images:
+                return self._with_images(read, chat_images=prompt.images)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             read = TokenPrompt(self._check(prompt), None)
         else:
@@ -163,13 +166,20 @@ class PromptReader(NamedTuple):
             raise UnsupportedFeature("media", "this engine computes no embeddings")
         return whole._replace(media=self.media_reader.read(media, len(whole.token_ids)))
 
-    def _with_images(self, prompt: TokenPrompt, value: object) -> TokenPrompt:
-        """Return a prompt with its images in place of their placeholders."""
-        if self.image_reader is None:
+    def _with_images(
+        self, prompt: TokenPrompt, value: object = None, chat_images: Sequence[ChatImage] = ()
+    ) -> TokenPrompt:
+        """Return a prompt with images, of a chat or else of the field `IMAGES`, in place of their placeholders."""
+        reader, token_ids = self.image_reader, prompt.token_ids
+        if reader is None:
             raise UnsupportedFeature(IMAGES, "this engine has no encoder of images")
-        token_ids, media = self.image_reader.read(value, prompt.token_ids)
-        if len(token_ids) > self.max_prompt_len:
-            raise too_long(TooManyTokens(len(token_ids), is_exact=True), self.max_prompt_len, self.max_model_len)
+        try:
+            if chat_images:
+                token_ids, media = reader.read_chat(chat_images, token_ids, self.max_prompt_len)
+            else:
+                token_ids, media = reader.read(value, token_ids, self.max_prompt_len)
+        except TooManyTokens as error:
+            raise too_long(error, self.max_prompt_len, self.max_model_len) from error
         return prompt._replace(token_ids=token_ids, media=media)
 
 

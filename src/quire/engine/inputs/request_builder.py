@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from quire.config import ResolvedConfig
 from quire.config.kv_transfer import KVTransferConfig
@@ -18,6 +18,9 @@ from quire.sequences.pooling import NO_SAMPLING, Pooling, PromptedText
 from quire.sequences.sequence import Request
 from quire.text.structured.grammar_compiler import GrammarCompiler
 from quire.text.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # a process that only reads prompts does not import torch
+    from quire.engine.inputs.images.reader import ImageReader
 
 # Bytes of the salt of a request whose blocks are for it alone.
 SALT_BYTES: Final = 32
@@ -58,6 +61,16 @@ class RequestBuilder:
         self._cache_name = cache_name
         # Requests of one batch share their parameters, so the last tokenized strings are kept.
         self._last_words: tuple[SamplingParams | None, TokenizedParams] = (None, TokenizedParams())
+
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """Reader of images; None for a model that reads none."""
+        return self._prompts.image_reader
+
+    @property
+    def max_images(self) -> int:
+        """Maximum number of images of a prompt."""
+        return 0 if self.image_reader is None else self.image_reader.max_images
 
     def prepare(self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool) -> PreparedRequest:
         """Convert the texts of a request to tokens, which may take long; thread-safe."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -13,9 +15,10 @@ from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.errors import InvalidParameter, RequestError, TextsFull, UnsupportedFeature
 from quire.platform.threads import WorkerThreads
 from quire.sequences.params import SamplingParams
-from quire.sequences.pooling import Pooling, PromptedText
+from quire.sequences.pooling import NO_SAMPLING, Pooling, PromptedText
 from quire.text.chat.chat_prompt import ChatPrompt
 from quire.text.chat.chat_template import require_chat_template
+from quire.text.chat.images import ChatImage
 from quire.text.chat.rendering import MAX_PROCESSES
 from quire.text.tokenizers.tokenizer import Tokenizer
 from quire.text.vocabulary.long_texts import TooManyTokens
@@ -24,6 +27,9 @@ from quire.text.vocabulary.long_texts import TooManyTokens
 FEW_CHARS = 1 << 10
 MANY_CHARS = 1 << 16
 SHORT_THREADS = 2
+# Threads that wait for the decoders of images and make patches of these, and threads that wait for the network.
+IMAGE_THREADS = 2
+FETCH_THREADS = 16
 # Limit of the characters of waiting long texts and chats: 32 bodies of the default largest size.
 MAX_WAITING_CHARS = 1 << 28
 
@@ -56,7 +62,14 @@ class TokenizerPool:
         self._long = WorkerThreads(1, "quire-long-texts")
         # Threads that wait for the rendering processes.
         self._chats = WorkerThreads(MAX_PROCESSES, "quire-chats")
+        self._images = WorkerThreads(IMAGE_THREADS, "quire-images")
+        self._fetches = WorkerThreads(FETCH_THREADS, "quire-fetches")
         self._num_waiting = 0
+
+    @property
+    def max_images(self) -> int:
+        """Maximum number of images of a prompt; 0 for a model that reads none."""
+        return self._reader.max_images
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -74,7 +87,33 @@ class TokenizerPool:
         def prepare(prompt: Prompt) -> PreparedRequest:
             return self._reader.prepare(prompt, params, add_special_tokens=add_special_tokens)
 
-        return await self.run(length, partial(_prepare_each, prompts, prepare))
+        if not any(isinstance(prompt, ChatPrompt) and prompt.images for prompt in prompts):
+            return await self.run(length, partial(_prepare_each, prompts, prepare))
+        with self._waiting(length):
+            async with self._loaded(prompts) as loaded:
+                prepared = await self._images.run(partial(_prepare_each, loaded, prepare))
+        self._images.give_back_soon()
+        return prepared
+
+    @asynccontextmanager
+    async def _loaded(self, prompts: Sequence[Prompt]) -> AsyncIterator[list[Prompt]]:
+        """Give prompts whose images have their files; several images are read side by side."""
+        reader = self._reader.image_reader
+        assert reader is not None, "no conversation of a model without images has any"
+
+        async def load(image: ChatImage) -> ChatImage:
+            threads = self._fetches if image.is_remote else self._images
+            return await threads.run(partial(reader.load, image))
+
+        with ExitStack() as waiting:
+            whole: list[Prompt] = []
+            for prompt in prompts:
+                if isinstance(prompt, ChatPrompt) and prompt.images:
+                    images = await asyncio.gather(*map(load, prompt.images))
+                    waiting.enter_context(self._waiting(sum(image.num_bytes for image in images)))
+                    prompt = replace(prompt, images=tuple(images))
+                whole.append(prompt)
+            yield whole
 
     async def prepare_pooled(
         self,
@@ -94,7 +133,10 @@ class TokenizerPool:
         return await self.run(sum(map(_length, prompts)), partial(_prepare_each, prompts, prepare))
 
     async def encode(self, text: str | ChatPrompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text; an image of a conversation has all of its tokens."""
+        if isinstance(text, ChatPrompt) and text.images:
+            (prepared,) = await self.prepare([text], NO_SAMPLING, add_special_tokens=add_special_tokens)
+            return prepared.prompt.token_ids
         encode = partial(self._known_tokenizer.encode, text, add_special_tokens=add_special_tokens)
         try:
             return await self.run(len(text), partial(encode, max_tokens=self._max_model_len))
@@ -129,6 +171,7 @@ class TokenizerPool:
                 variables=used,
                 added_tokens=tokenizer.added_tokens,
                 sanitizing=self._sanitizing,
+                max_images=self.max_images,
             )
 
         with self._waiting(_chat_length(messages)):
@@ -161,7 +204,7 @@ class TokenizerPool:
 
     def close(self) -> None:
         """End the threads; waiting work is cancelled."""
-        for threads in (self._short, self._long, self._chats):
+        for threads in (self._short, self._long, self._chats, self._images, self._fetches):
             threads.close()
 
     @property
@@ -183,10 +226,20 @@ def _prepare_each(prompts: Sequence[P], prepare: Callable[[P], PreparedRequest])
 
 
 def _chat_length(messages: object) -> int:
-    """Return the number of characters of messages' contents (texts, or parts with texts); other types count as 0."""
+    """Return the number of characters of messages' contents: texts, and URLs of images; other values count as 0."""
     contents = [message.get("content") for message in _as_list(messages) if isinstance(message, Mapping)]
     parts = chain.from_iterable(_as_list(content) or [content] for content in contents)
-    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return sum(map(_part_length, parts))
+
+
+def _part_length(part: object) -> int:
+    if isinstance(part, ChatImage):
+        return part.num_bytes
+    if isinstance(part, Mapping):
+        image = part.get("image_url")
+        texts = part.get("text"), image.get("url") if isinstance(image, Mapping) else image
+    else:
+        texts = part, None
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
@@ -202,4 +255,6 @@ def _length(prompt: object) -> int:
         return len(prompt.prompt) + len(prompt.text)
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt")
-    return len(prompt) if isinstance(prompt, str | ChatPrompt) else 0
+    if isinstance(prompt, ChatPrompt):
+        return len(prompt) + sum(image.num_bytes for image in prompt.images)
+    return len(prompt) if isinstance(prompt, str) else 0

@@ -135,7 +135,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
     dtype = dtype_on(device, choose_dtype(options.dtype, checkpoint), options.dtype)
     _prepare_process(options, ranks)
     config, model, guide, draft = _load_models(config, checkpoint, tokenizer, device, dtype, wrap, ranks)
-    vision = None if ranks is not None else load_vision(options, checkpoint, device, dtype)
+    vision = None if ranks is not None else load_vision(options, config.multimodal, checkpoint, device, dtype)
     slots = None if isinstance(model, Encoder) else take_adapters(config.lora, checkpoint, model, ranks)
     stored = stored_dtype(config, dtype)
     groups = [spec for part in (model, draft) if part for spec in cache_groups(config, part, stored)]
@@ -175,7 +175,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
         disk_prefetch=disk_prefetch,
         # Keyed with the memory manager's secret, which is stored with a prefix cache on disk.
         media_reader=_media_reader(model, memory),
-        image_reader=open_image_reader(vision, checkpoint, options, memory, parts),
+        image_reader=open_image_reader(vision, checkpoint, config, memory, parts),
         speculation=speculation,
         grammars=grammars,
         hand_over=hand_over,

@@ -9,17 +9,19 @@ from typing import NamedTuple
 
 import torch
 
-from quire.config import ModelConfig
+from quire.config import EngineConfig, ModelConfig, MultimodalConfig
 from quire.engine.inputs.images.processing import ImageProcessing
 from quire.engine.inputs.images.reader import ImageReader
 from quire.engine.inputs.images.settings import read_processing, read_settings
-from quire.errors import ConfigError
+from quire.engine.inputs.images.sources import ImageSources
+from quire.errors import ConfigError, InvalidParameter
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families.vision_towers import image_token_id
 from quire.models.loading.vision import has_vision, load_vision_encoder
 from quire.models.modules.vision_encoder import VisionEncoder
+from quire.platform.bounded.files import user_path
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +33,23 @@ class Vision(NamedTuple):
     processing: ImageProcessing
 
 
-def load_vision(options: ModelConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> Vision | None:
+def load_vision(
+    options: ModelConfig, images: MultimodalConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype
+) -> Vision | None:
     """Load the encoder of images.
 
-    None for a model without one, without Pillow, and where the encoder or its settings are missing or not implemented:
-    texts are served, and a line of the log says why images are refused.
+    None for a model without one, without Pillow, with options that allow no images, and if the encoder or its settings
+    are missing or not implemented: texts are served, and a line of the log says why images are refused.
+
+    Raises:
+        ConfigError: `mm_processor_kwargs` for a model without an encoder, or with a value that it cannot have.
     """
     if options.model_impl == "transformers" or not has_vision(checkpoint):
+        if images.mm_processor_kwargs:
+            raise ConfigError("mm_processor_kwargs needs a model that reads images", field="mm_processor_kwargs")
+        return None
+    if not images.max_images:
+        logger.info("Images are refused, and their encoder is not loaded: limit_mm_per_prompt allows none")
         return None
     if find_spec("PIL") is None:  # found, not imported: this process decodes no images
         logger.info("Images are refused, and their encoder is not loaded: pip install 'quire[vision]'")
@@ -51,23 +63,42 @@ def load_vision(options: ModelConfig, checkpoint: Checkpoint, device: str, dtype
             quantization=options.quantization,
             weight_packing=options.weight_packing,
         )
-        return Vision(encoder, read_processing(read_settings(checkpoint.folder), encoder.spec))
+        settings = read_settings(checkpoint.folder)
+        read_processing(settings, encoder.spec)
     except ConfigError as error:
         logger.warning("Images are refused: %s", error)
         return None
+    try:
+        return Vision(encoder, read_processing(settings, encoder.spec, images.processor_changes))
+    except InvalidParameter as error:
+        raise ConfigError(str(error), field="mm_processor_kwargs") from error
 
 
 def open_image_reader(
-    vision: Vision | None, checkpoint: Checkpoint, options: ModelConfig, memory: KVCacheManager, parts: ExitStack
+    vision: Vision | None, checkpoint: Checkpoint, config: EngineConfig, memory: KVCacheManager, parts: ExitStack
 ) -> ImageReader | None:
     """Return the reader of prompts' images, which `parts` closes; None without an encoder.
 
     Images are identified with the memory manager's secret, which is stored with a prefix cache on disk.
+
+    Raises:
+        ConfigError: `allowed_local_media_path` is no folder.
     """
     if vision is None:
         return None
-    form = f"{vision.encoder.dtype} {options.quantization}"
+    images = config.multimodal
+    folder = None if images.allowed_local_media_path is None else user_path(images.allowed_local_media_path)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"allowed_local_media_path {folder} is no folder", field="allowed_local_media_path")
+    form = f"{vision.encoder.dtype} {config.model.quantization}"
     key = memory.chain([], Namespace("images")).root[0]
-    reader = ImageReader(vision.processing, image_token_id(checkpoint.config), form, key)
+    reader = ImageReader(
+        vision.processing,
+        image_token_id(checkpoint.config),
+        form,
+        key,
+        max_images=images.max_images,
+        sources=ImageSources(images.allowed_media_domains, folder),
+    )
     parts.callback(reader.close)
     return reader

@@ -27,6 +27,7 @@ _OTHER_FILTERS: Final = "use min_p, top_n_sigma or typical_p"
 _OWN_GRAMMARS: Final = "tools and thinking have grammars of their own"
 _PARSERS: Final = "the server's --tool-call-parser and --reasoning-parser set how answers are read"
 _BUDGET: Final = "the model's own marks are written where thinking_token_budget ends"
+_IMAGES: Final = "send images as parts of messages to /v1/chat/completions"
 UNSUPPORTED: Final[Mapping[str, Refusal]] = {
     "samplers": ((), "the order of samplers is fixed, and each has its own field"),
     "mirostat": ((0,), _OTHER_FILTERS),
@@ -55,8 +56,8 @@ UNSUPPORTED: Final[Mapping[str, Refusal]] = {
     "reasoning_budget_end_tags": (([],), _BUDGET),
     "reasoning_budget_message": (("",), _BUDGET),
     "response_fields": (([],), "answers have the fields of OpenAI's protocol"),
-    "image_data": (([],), "requests over HTTP are text only"),
-    "multimodal_data": (([],), "requests over HTTP are text only"),
+    "image_data": (([],), _IMAGES),
+    "multimodal_data": (([],), _IMAGES),
     "system_prompt": (("",), "send it as a message"),
 }
 # Fields that change no answer here, with the reason.

@@ -26,6 +26,8 @@ from quire.server.protocols.chat_protocols import (
     answer_chat,
     arguments_object,
     count_chat,
+    joined_content,
+    read_content,
     read_list,
     read_object,
     read_text,
@@ -36,6 +38,7 @@ from quire.server.protocols.models import read_fields
 from quire.server.requests.errors import REQUEST_ID, ApiError
 from quire.server.requests.fields import Fields, RouteFields
 from quire.server.state.state import ServerState
+from quire.text.chat.images import ChatImage, base64_image, url_image
 from quire.text.chat.messages import SANITIZE
 from quire.text.tool_calls import CallDelta
 from quire.text.tool_calls.calls import Piece
@@ -88,8 +91,9 @@ NAMES: Sequence[tuple[str, str]] = (
     (r"\.function\b", ""),
 )
 NOT_KNOWN = "runs on Anthropic's servers or clients; only tools with an input_schema are known"
-# Blocks of text, some of them for one role.
-TEXT_BLOCKS = frozenset({"text", "tool_use", "tool_result", "thinking", "redacted_thinking"})
+MEDIA_TYPES: Final = ("image/jpeg", "image/png", "image/gif", "image/webp")
+# Blocks that are read, some of them for one role.
+KNOWN_BLOCKS = frozenset({"text", "tool_use", "tool_result", "thinking", "redacted_thinking", "image"})
 CHOICES: Mapping[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 FORMAT = sse.StreamFormat(is_named=True, ping='event: ping\ndata: {"type":"ping"}\n\n')
@@ -181,7 +185,7 @@ def _read_messages(fields: Fields) -> Iterator[dict[str, Any]]:
 
 
 def _read_blocks(blocks: list[Any], name: str, role: str) -> Iterator[dict[str, Any]]:
-    texts: list[str] = []
+    parts: list[str | ChatImage] = []
     calls: list[dict[str, Any]] = []
     reasoning: list[str] = []
     for idx, value in enumerate(blocks):
@@ -189,30 +193,51 @@ def _read_blocks(blocks: list[Any], name: str, role: str) -> Iterator[dict[str, 
         block.refuse(NO_WISH)
         kind = required_text(block, "type")
         if kind == "text":
-            texts.append(required_text(block, "text"))
+            parts.append(required_text(block, "text"))
+        elif (image := _read_image(block)) is not None and role == "user":
+            parts.append(image)
         elif kind == "tool_use" and role == "assistant":
             function = {"name": required_text(block, "name"), "arguments": _input(block)}
             calls.append({"id": required_text(block, "id"), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
             reasoning.append(required_text(block, "thinking"))
         elif kind == "tool_result" and role == "user":
-            if texts:
-                yield {"role": "user", "content": "".join(texts)}
-                texts = []
-            content = block.get("content")
-            text = "" if content is None else read_text(content, block.name("content"), ("text",))
-            yield {"role": "tool", "tool_call_id": required_text(block, "tool_use_id"), "content": text}
-        elif kind in TEXT_BLOCKS:
+            if parts:
+                yield {"role": "user", "content": joined_content(parts)}
+                parts = []
+            content, result = block.get("content"), block.name("content")
+            found = "" if content is None else read_content(content, result, ("text",), _read_image)
+            yield {"role": "tool", "tool_call_id": required_text(block, "tool_use_id"), "content": found}
+        elif kind in KNOWN_BLOCKS:
             why = f"blocks of type {shown(kind)} cannot be read in a message of the role {role}"
             raise UnsupportedFeature(block.name("type"), why)
         else:
             raise UnsupportedPart(block.name("type"), kind)
     if role == "assistant":
-        yield {"role": role, "content": "".join(texts), "tool_calls": calls} | (
+        yield {"role": role, "content": joined_content(parts), "tool_calls": calls} | (
             {"reasoning_content": "".join(reasoning)} if reasoning else {}
         )
-    elif texts or not blocks:
-        yield {"role": role, "content": "".join(texts)}
+    elif parts or not blocks:
+        yield {"role": role, "content": joined_content(parts)}
+
+
+def _read_image(block: Fields) -> ChatImage | None:
+    """Return the image of a block; None for blocks of other types."""
+    if block.get("type") != "image":
+        return None
+    source, part = block.object("source"), block.name("type")
+    if source is None:
+        raise InvalidParameter(block.name("source"), None, "an object")
+    kind = source.get("type")
+    if kind == "url":
+        return url_image(source.get("url"), source.name("url"), part, "image")
+    if kind == "file":
+        raise UnsupportedFeature(source.name("type"), "the server stores no files; send the image in base64")
+    if kind != "base64":
+        raise InvalidParameter(source.name("type"), kind, '"base64" or "url"')
+    if source.get("media_type") not in MEDIA_TYPES:
+        raise InvalidParameter(source.name("media_type"), source.get("media_type"), f"one of {', '.join(MEDIA_TYPES)}")
+    return base64_image(source.get("data"), source.name("data"), part, "image")
 
 
 def _input(block: Fields) -> dict[str, Any]:

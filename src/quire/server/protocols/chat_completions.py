@@ -69,7 +69,7 @@ FIELDS: Final = RouteFields(
         "chat_template": ((), "templates come with the model, never from requests"),
         "documents": (([],), "put them into a message"),
         "echo": ((False,), "use /v1/completions"),
-        "mm_processor_kwargs": (({},), "requests over HTTP are text only"),
+        "mm_processor_kwargs": (({},), "it is an option of the server; a part with an image may have a detail"),
     },
     neutral=sampling.NEUTRAL,
     objects=("stream_options",),

@@ -24,6 +24,7 @@ from quire.server.protocols.chat_completions import ChatExtras, read_chat, rende
 from quire.server.requests.field_names import renaming
 from quire.server.requests.fields import Fields, Refusal
 from quire.server.state.state import ServerState
+from quire.text.chat.images import ChatImage
 from quire.text.chat.messages import MAX_MESSAGES, SANITIZE
 from quire.text.tool_calls import SampleCalls
 from quire.text.tool_calls.calls import Piece, merge
@@ -126,19 +127,47 @@ def required_text(fields: Fields, field: str) -> str:
 
 def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
     """Return text that is a string or a list of text parts."""
+    content = read_content(value, name, kinds, None)
+    assert isinstance(content, str)
+    return content
+
+
+def read_content(
+    value: object, name: str, kinds: tuple[str, ...], as_image: Callable[[Fields], ChatImage | None] | None
+) -> str | list[dict[str, Any] | ChatImage]:
+    """Return the content of a message of a chat: its text, or a list of parts if it has an image.
+
+    Args:
+        value: a string or a list of parts.
+        name: name of the value.
+        kinds: types of text parts.
+        as_image: function that returns the image of a part, None for other parts; None where there are no images.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise InvalidParameter(name, value, "a string or a list of text parts")
-    texts = []
+    parts: list[str | ChatImage] = []
     for idx, part in enumerate(value):
         fields = read_object(part, f"{name}[{idx}]")
         fields.refuse(NO_WISH)
         kind = required_text(fields, "type")
-        if kind not in kinds:
+        image = None if as_image is None else as_image(fields)
+        if image is not None:
+            parts.append(image)
+        elif kind in kinds:
+            parts.append(required_text(fields, "text"))
+        else:
             raise UnsupportedPart(fields.name("type"), kind)
-        texts.append(required_text(fields, "text"))
-    return "".join(texts)
+    return joined_content(parts)
+
+
+def joined_content(parts: Sequence[str | ChatImage]) -> str | list[dict[str, Any] | ChatImage]:
+    """Return the content of a message of a chat: its text, or a list of parts if it has an image."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "".join(texts)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def arguments_object(arguments: str) -> dict[str, Any] | None:

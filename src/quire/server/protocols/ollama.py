@@ -35,11 +35,11 @@ from quire.server.protocols.chat_protocols import (
 )
 from quire.server.protocols.completions import read_completion
 from quire.server.requests.errors import REQUEST_ID, ApiError
-from quire.server.requests.fields import Fields, MediaRefusal, Refusal, RouteFields
+from quire.server.requests.fields import Fields, Refusal, RouteFields
 from quire.server.state.state import ServerState
+from quire.text.chat.images import base64_image
 from quire.text.tool_calls import CallDelta
 
-NO_IMAGES: Refusal = MediaRefusal()
 # The options of a request, and their names in a chat.
 OPTIONS: Mapping[str, str] = {
     "num_predict": "max_tokens",
@@ -102,10 +102,9 @@ CHAT_FIELDS: Final = _fields(
     dict.fromkeys(("prompt", "system", "raw", "suffix", "context", "images"), _MESSAGES_HAVE_IT),
 )
 GENERATE_FIELDS: Final = _fields(
-    ("prompt", "system", "raw"),
+    ("prompt", "system", "raw", "images"),
     {
         **dict.fromkeys(("messages", "tools", "context"), _CHAT_HAS_IT),
-        "images": NO_IMAGES,
         "suffix": (("",), "the models served here continue a text, they do not fill one in"),
         **dict.fromkeys(("width", "height", "steps"), ((0,), "the model makes no images")),
     },
@@ -162,9 +161,12 @@ def read_prompt(fields: Fields) -> dict[str, Any]:
     """Convert the fields of `/api/generate` to the fields of a chat, or of a completion if the prompt is raw."""
     prompt, system = fields.text("prompt"), fields.text("system")
     if fields.flag("raw"):
+        if fields.get("images"):
+            raise UnsupportedFeature("images", "a raw prompt has no images; send the conversation without raw")
         return read_chat_fields(fields) | {"prompt": prompt}
     turns = [{"role": "system", "content": system}] if system else []
-    return read_chat_fields(fields) | {"messages": [*turns, {"role": "user", "content": prompt}]}
+    content = _with_images(fields, prompt, "prompt")
+    return read_chat_fields(fields) | {"messages": [*turns, {"role": "user", "content": content}]}
 
 
 async def tags(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
@@ -208,6 +210,7 @@ def _capabilities(state: ServerState) -> list[str]:
         "completion": state.llm.pooling.has_head,
         "tools": state.llm.pooling.has_head and state.tool_format is not None,
         "thinking": state.llm.pooling.has_head and state.reasoning is not None,
+        "vision": state.llm.texts.max_images > 0,
         "embedding": state.llm.pooling.refusal is None,
     }
     return [name for name, is_there in can.items() if is_there]
@@ -279,9 +282,9 @@ def _read_messages(items: object) -> Iterator[dict[str, Any]]:
     num_calls = 0
     for idx, value in enumerate(read_list(items, "messages", "messages")):
         message = read_object(value, f"messages[{idx}]")
-        message.refuse({"images": NO_IMAGES})
         role, calls = message.get("role"), message.get("tool_calls") or []
         turn = {name: message.get(name) for name in ("role", "content", "sanitize_control_tokens")}
+        turn["content"] = _with_images(message, message.get("content"), message.name("content"))
         turn["reasoning_content"] = message.get("thinking")
         if not isinstance(calls, list):
             raise InvalidParameter(message.name("tool_calls"), calls, "a list of tool calls")
@@ -295,6 +298,19 @@ def _read_messages(items: object) -> Iterator[dict[str, Any]]:
             turn["name"] = message.get("tool_name")
             turn["tool_call_id"] = message.get("tool_call_id") or (ids.pop(0) if ids else None)
         yield turn
+
+
+def _with_images(fields: Fields, content: object, name: str) -> object:
+    """Return content with the images beside it, which come before the text as in Ollama's templates."""
+    images, field = fields.get("images"), fields.name("images")
+    if images is None or images == []:
+        return content
+    if not isinstance(images, list):
+        raise InvalidParameter(field, images, "a list of image files in base64")
+    if not isinstance(content, str | None):
+        raise InvalidParameter(name, content, "a string beside images")
+    parts = [base64_image(image, f"{field}[{idx}]", field, "image") for idx, image in enumerate(images)]
+    return [*parts, {"type": "text", "text": content}] if content else parts
 
 
 def _read_raw(state: ServerState, fields: Fields) -> tuple[GenerationRequest, ChatExtras]:

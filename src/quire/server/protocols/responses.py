@@ -29,6 +29,7 @@ from quire.server.protocols.chat_protocols import (
     SampleParts,
     answer_chat,
     count_chat,
+    read_content,
     read_list,
     read_object,
     read_text,
@@ -44,6 +45,7 @@ from quire.server.protocols.response_tools import (
 from quire.server.requests.errors import REQUEST_ID, ApiError
 from quire.server.requests.fields import Fields, RouteFields, warn_once
 from quire.server.state.state import ServerState
+from quire.text.chat.images import ChatImage, reads_small, url_image
 from quire.text.chat.messages import SANITIZE
 from quire.text.tool_calls import CallDelta
 from quire.text.tool_calls.calls import Piece
@@ -88,7 +90,7 @@ FIELDS: Final = RouteFields(
         "reasoning.generate_summary": "the reasoning itself is in the content of its item",
         "stream_options.include_obfuscation": "streams have no padding",
         "background_options": "background is refused",
-        "image": "images are refused",
+        "image": "images are parts of the input",
         "client_metadata": LABELS["metadata"],
         "personality": "no model here was trained on it; instructions can ask for it",
     },
@@ -99,6 +101,7 @@ REPEATED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "reasoning", "temperature", "top_p", "user", "text"),
 )
 TEXT_PARTS = ("input_text", "output_text", "text")
+IMAGE_PART: Final = "input_image"
 REASONING_PARTS = ("reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
 # The events of the text of an item, by its type.
@@ -188,8 +191,8 @@ class ResponsesReader:
             role = item.get("role")
             if role not in ROLES:
                 raise InvalidParameter(item.name("role"), role, f"one of {', '.join(ROLES)}")
-            text = read_text(item.get("content"), item.name("content"), TEXT_PARTS)
-            self._add({"role": role, "content": text, SANITIZE: item.get(SANITIZE)}, name)
+            content = read_content(item.get("content"), item.name("content"), TEXT_PARTS, _read_image)
+            self._add({"role": role, "content": content, SANITIZE: item.get(SANITIZE)}, name)
         elif kind == "function_call":
             item.refuse(NO_WISH)
             self._add_call(item, required_text(item, "arguments"), name)
@@ -197,7 +200,7 @@ class ResponsesReader:
             item.refuse(NO_WISH)
             self._add_call(item, custom_arguments(required_text(item, "input")), name)
         elif kind in CALL_OUTPUTS:
-            output = read_text(item.get("output"), item.name("output"), TEXT_PARTS)
+            output = read_content(item.get("output"), item.name("output"), TEXT_PARTS, _read_image)
             result = {"role": "tool", "tool_call_id": required_text(item, "call_id"), "content": output}
             self._add({**result, SANITIZE: item.get(SANITIZE)}, name)
         elif kind == "reasoning":
@@ -236,6 +239,17 @@ class ResponsesReader:
         calls = self._messages[-1].setdefault("tool_calls", [])
         self._items[f"messages[{len(self._messages) - 1}].tool_calls[{len(calls)}]"] = name
         calls.append(call)
+
+
+def _read_image(part: Fields) -> ChatImage | None:
+    """Return the image of a part; None for parts of other types."""
+    kind = part.get("type")
+    if kind != IMAGE_PART:
+        return None
+    if part.get("file_id") is not None:
+        raise UnsupportedFeature(part.name("file_id"), "the server stores no files; send image_url")
+    is_small = reads_small(part.get("detail"), part.name("detail"))
+    return url_image(part.get("image_url"), part.name("image_url"), part.name("type"), kind, is_small=is_small)
 
 
 def read_options(fields: Fields) -> dict[str, Any]:

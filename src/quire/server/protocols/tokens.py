@@ -30,7 +30,7 @@ TOKENIZE_FIELDS: Final = RouteFields(
     honoured=("model", "prompt", "messages", "add_special_tokens", "return_token_strs", *CHAT_FIELDS),
     refused={
         "chat_template": ((), "templates come with the model, never from requests"),
-        "mm_processor_kwargs": (({},), "requests over HTTP are text only"),
+        "mm_processor_kwargs": (({},), "it is an option of the server; a part with an image may have a detail"),
     },
     neutral={},
 )

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.config.hints import hint_for
-from quire.errors import InvalidParameter, UnsupportedFeature, UnsupportedPart
+from quire.errors import InvalidParameter, UnsupportedFeature
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,6 @@ def warn_once(topic: str, message: str, *args: object) -> None:
 
 # The neutral values of a field, and the reason why all others are refused.
 Refusal = tuple[tuple[Any, ...], str]
-
-
-class MediaRefusal(NamedTuple):
-    """The refusal of a field with images or other media: the error names the kind of part, and the model."""
-
-    neutral: tuple[Any, ...] = ([],)
-    why: str = "requests over HTTP are text only"
 
 
 @dataclass(frozen=True)
@@ -139,12 +132,9 @@ class Fields:
         for field, value in self._values.items():
             if field not in unsupported or value is None:
                 continue
-            refusal = unsupported[field]
-            neutral, why = refusal
+            neutral, why = unsupported[field]
             # The type counts too: 0 and False are equal in Python.
             if not any(value == same and type(value) is type(same) for same in neutral):
-                if isinstance(refusal, MediaRefusal):
-                    raise UnsupportedPart(self.name(field), field.removesuffix("s"))
                 raise UnsupportedFeature(self.name(field), why)
 
     def log_unknown(self, field_names: Iterable[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.text.chat.images import ChatImage
 from quire.text.vocabulary.control_tokens import ControlTokens
 
 
@@ -15,11 +16,13 @@ class ChatPrompt:
         text: the prompt.
         marked: the prompt with marks in the texts of clients (see `text.vocabulary.marks`); None if it has no mark.
         control: control tokens that these texts may not become; None allows all.
+        images: images of the conversation, for each of which the template has written a placeholder.
     """
 
     text: str
     marked: str | None = None
     control: ControlTokens | None = None
+    images: tuple[ChatImage, ...] = ()
 
     def __len__(self) -> int:
         return len(self.text)

@@ -12,7 +12,7 @@ from typing import Any, Final
 from quire.errors import MAX_SHOWN, InvalidParameter, RequestError, UnsupportedFeature, renamed
 from quire.text.chat.chat_prompt import ChatPrompt
 from quire.text.chat.content_forms import NOWHERE, STRING, texts_of
-from quire.text.chat.messages import SANITIZE, Message, normalise_messages
+from quire.text.chat.messages import SANITIZE, Message, normalise_messages, read_conversation
 from quire.text.chat.rendering import Renderer, TemplateText, TemplateVariables
 from quire.text.chat.template_environment import GLOBALS
 from quire.text.chat.trials import TemplateTrial
@@ -91,6 +91,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         added_tokens: AddedTokens | None = None,
         sanitizing: str = "always",
+        max_images: int = 0,
     ) -> ChatPrompt:
         """Render a conversation as a prompt.
 
@@ -105,11 +106,13 @@ class ChatTemplate:
             added_tokens: added tokens of the model, some of which texts of clients may not become; None allows all.
             sanitizing: messages whose texts may not become control tokens; see `sanitize_control_tokens` of
                 `ModelConfig`.
+            max_images: maximum number of images; 0 for a model that reads none.
 
         Raises:
-            InvalidParameter: a message is malformed, the conversation is too long, or a value is not JSON.
-            UnsupportedFeature: content is not text, the template does not write content of a role, or does not use a
-                variable.
+            InvalidParameter: a message is malformed, the conversation is too long or has too many images, or a value is
+                not JSON.
+            UnsupportedFeature: content that the model does not read, that the template does not write for a role, or a
+                variable that it does not use.
             RequestError: the template cannot be compiled, refuses the conversation, fails, or exceeds a limit.
             WorkerError: the process that renders does not start, or was closed.
         """
@@ -122,10 +125,11 @@ class ChatTemplate:
                 variables=variables,
                 added_tokens=added_tokens,
                 sanitizing=sanitizing,
+                max_images=max_images,
             )
         if add_generation_prompt and continue_final_message:
             raise InvalidParameter("continue_final_message", True, "false with add_generation_prompt")
-        normal = normalise_messages(messages, self._forms)
+        normal, images = read_conversation(messages, self._forms, max_images)
         sanitized = _sanitized(messages, sanitizing)
         self._require_roles(normal)
         if continue_final_message:
@@ -151,7 +155,7 @@ class ChatTemplate:
         if continue_final_message:
             text = _cut_at_mark(text)
             marked = None if marked is None else marked[: len(text)]
-        return ChatPrompt(text, marked, control)
+        return ChatPrompt(text, marked, control, images)
 
     def _given(self, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that a request sets."""

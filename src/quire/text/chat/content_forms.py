@@ -35,7 +35,9 @@ def in_form(texts: Sequence[str], form: str) -> str | list[dict[str, str]] | Non
 
 def texts_of(content: str | Sequence[Mapping[str, str]] | None) -> list[str]:
     """Return the texts of content in either form."""
-    return [content or ""] if content is None or isinstance(content, str) else [part["text"] for part in content]
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    return [part["text"] for part in content if part["type"] == "text"]
 
 
 def find_forms(write: Write) -> dict[str, str]:

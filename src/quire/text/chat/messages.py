@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from quire.errors import InvalidParameter, UnsupportedFeature, UnsupportedPart
 from quire.text.chat.content_forms import CALLS, STRING, in_form, texts_of
+from quire.text.chat.images import IMAGE, IMAGE_URL, TEMPLATE_PART, ChatImage, read_image
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Roles whose messages may have images.
+IMAGE_ROLES: Final = ("user", "tool")
 MAX_MESSAGES = 4096
 MAX_INPUT_CHARS = 1 << 23
 # Maximum length of the arguments of one call: parsing them as JSON holds the interpreter's lock.
@@ -22,27 +25,59 @@ Message = Mapping[str, Any]
 ALL_STRINGS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-def normalise_messages(messages: Sequence[Message], forms: Mapping[str, str] = ALL_STRINGS) -> list[dict[str, Any]]:
-    """Validate a conversation and convert it to the form that templates read.
+class Conversation(NamedTuple):
+    """A conversation in the form that templates read.
 
-    Content becomes one string (a list of text parts is joined, an absent one is "") or a list of text parts, the role
+    Args:
+        messages: its messages; see `normalise_messages`.
+        images: its images, in order.
+    """
+
+    messages: list[dict[str, Any]]
+    images: tuple[ChatImage, ...]
+
+
+def normalise_messages(messages: Sequence[Message], forms: Mapping[str, str] = ALL_STRINGS) -> list[dict[str, Any]]:
+    """Validate a conversation without images and convert it to the form that templates read.
+
+    Content becomes one string (a list of text parts is joined, an absent one is "") or a list of parts, the role
     `developer` becomes `system`, and the arguments of tool calls become objects. Fields that templates do not read are
     left out.
+    """
+    return read_conversation(messages, forms, 0).messages
+
+
+def read_conversation(messages: Sequence[Message], forms: Mapping[str, str], max_images: int) -> Conversation:
+    """Validate a conversation and convert it to the form that templates read; see `normalise_messages`.
+
+    Content with an image is a list of parts, in which images have no data.
+
+    Args:
+        messages: the conversation.
+        forms: the form of content by role; see `content_forms`.
+        max_images: maximum number of images; 0 for a model that reads none.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidParameter("messages", messages, "a list of messages")
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise InvalidParameter("messages", f"{len(messages)} messages", f"from 1 to {MAX_MESSAGES} messages")
-    normal = [_normalise(message, f"messages[{idx}]", forms) for idx, message in enumerate(messages)]
+    images: list[ChatImage] = []
+    normal = [_normalise(message, f"messages[{idx}]", forms, images) for idx, message in enumerate(messages)]
+    if images and not max_images:
+        raise UnsupportedPart(images[0].part, images[0].kind)
+    if len(images) > max_images:
+        allowed = f"one of at most {max_images} images (limit_mm_per_prompt)"
+        raise InvalidParameter(images[max_images].name, f"{len(images)} images", allowed)
     num_chars = sum(
         sum(map(len, texts_of(message["content"]))) + len(message.get("reasoning", "")) for message in normal
     )
     if num_chars > MAX_INPUT_CHARS:
         raise InvalidParameter("messages", f"{num_chars} characters", f"at most {MAX_INPUT_CHARS} characters")
-    return normal
+    return Conversation(normal, tuple(images))
 
 
-def _normalise(message: object, where: str, forms: Mapping[str, str]) -> dict[str, Any]:
+def _normalise(message: object, where: str, forms: Mapping[str, str], images: list[ChatImage]) -> dict[str, Any]:
+    """Return a message in the form that templates read, and add its images to `images`."""
     if not isinstance(message, Mapping):
         raise InvalidParameter(where, message, "an object with role and content")
     role = message.get("role")
@@ -55,9 +90,19 @@ def _normalise(message: object, where: str, forms: Mapping[str, str]) -> dict[st
     if calls is not None and role != "assistant":
         raise InvalidParameter(f"{where}.tool_calls", calls, "absent unless the role is assistant")
     role = "system" if role == "developer" else role
-    texts = _texts(message.get("content"), f"{where}.content", may_be_absent=calls is not None)
+    parts = _parts(message.get("content"), f"{where}.content", may_be_absent=calls is not None)
+    texts = [part for part in parts if isinstance(part, str)]
     has_calls_only = calls is not None and not any(texts)
     content = in_form([] if has_calls_only else texts, forms.get(CALLS if has_calls_only else role, STRING))
+    own_images = [part for part in parts if isinstance(part, ChatImage)]
+    if own_images:
+        if role not in IMAGE_ROLES:
+            why = f"messages of the role {role} have no images, only those of {' and '.join(IMAGE_ROLES)} have"
+            raise UnsupportedFeature(own_images[0].part, why)
+        content = [
+            dict(TEMPLATE_PART) if isinstance(part, ChatImage) else {"type": "text", "text": part} for part in parts
+        ]
+        images += own_images
     normal: dict[str, Any] = {"role": role, "content": content}
     if calls is not None:
         normal["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
@@ -77,26 +122,33 @@ def _normalise(message: object, where: str, forms: Mapping[str, str]) -> dict[st
     return normal
 
 
-def _texts(content: object, where: str, *, may_be_absent: bool) -> list[str]:
+def _parts(content: object, where: str, *, may_be_absent: bool) -> list[str | ChatImage]:
+    """Return the texts and images of content."""
     if isinstance(content, str):
         return [content]
     if content is None and may_be_absent:
         return []
     if not isinstance(content, list | tuple):
-        raise InvalidParameter(where, content, "a string or a list of text parts")
-    texts = []
+        raise InvalidParameter(where, content, "a string or a list of parts")
+    parts: list[str | ChatImage] = []
     for idx, part in enumerate(content):
+        if isinstance(part, ChatImage):
+            parts.append(part)
+            continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind is None:
             raise InvalidParameter(f"{where}[{idx}]", part, 'an object like {"type": "text", "text": "..."}')
+        if kind in (IMAGE, IMAGE_URL):
+            parts.append(read_image(part, f"{where}[{idx}]"))
+            continue
         if kind != "text":
             raise UnsupportedPart(f"{where}[{idx}].type", kind)
         if part.get(SANITIZE) is not None:
             raise UnsupportedFeature(f"{where}[{idx}].{SANITIZE}", "it is a field of whole messages")
         if not isinstance(part.get("text"), str):
             raise InvalidParameter(f"{where}[{idx}].text", part.get("text"), "a string")
-        texts.append(part["text"])
-    return texts
+        parts.append(part["text"])
+    return parts
 
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Images of prompts: where they come from, their pixels, and the patches that a vision encoder reads."""
+"""Images of prompts: their sources, their pixels, and the patches that a vision encoder reads."""

@@ -7,7 +7,7 @@ values are equal. The processors with Pillow, and those of other libraries, diff
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ class ImageProcessing:
         patch_size: side of a patch, in pixels.
         merge_size: side of a square of patches that becomes one token, in patches.
         num_frames: number of times that a patch is repeated, for encoders of videos.
-        fixed_size: height and width of all images after resizing; None where the size follows from the image.
+        fixed_size: height and width of all images after resizing; None if the size follows from the image.
         min_pixels: minimum number of pixels after resizing, without a fixed size.
         max_pixels: maximum number of pixels after resizing, without a fixed size.
         filter: interpolation of resizing, with antialiasing.
@@ -74,6 +74,12 @@ class ImageProcessing:
         """Maximum number of tokens of an image."""
         height, width = self.fixed_size or (1, self.max_pixels)
         return height * width // self.factor**2
+
+    def reduced(self, num_pixels: int) -> ImageProcessing:
+        """Return the processing of images of at most `num_pixels`; unchanged if all images have one size."""
+        if self.fixed_size is not None:
+            return self
+        return replace(self, min_pixels=min(self.min_pixels, num_pixels), max_pixels=min(self.max_pixels, num_pixels))
 
     def size_of(self, field: str, height: int, width: int) -> tuple[int, int]:
         """Return the height and width of an image after resizing, in pixels.

@@ -1,0 +1,187 @@
+"""Images in conversations of `LLM.chat`: the tokens of a prompt with the same images, whatever their form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from quire import LLM, SamplingParams
+from quire.engine.outputs.outputs import RequestOutput
+from quire.errors import ConfigError, InvalidParameter, PromptTooLong, RequestError, UnsupportedFeature
+from tests.images.tiny_model import PAD, data_url, picture, save, url_part
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 600, "num_threads": 1}
+FIRST, SECOND = picture(40, 24, 0), picture(16, 56, 1)
+WORDS = {"type": "text", "text": "What is this?"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("models") / "vision")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    media = tmp_path_factory.mktemp("media")
+    (media / "a.png").write_bytes(FIRST)
+    (media.parent / "outside.png").write_bytes(FIRST)
+    options = {"limit_mm_per_prompt": {"image": 3}, "allowed_local_media_path": str(media)}
+    with LLM(str(folder), **OPTIONS, **options, allowed_media_domains=["localhost"]) as llm:
+        yield llm
+
+
+def chat(llm: LLM, *content: Any, **options: Any) -> RequestOutput:
+    (output,) = llm.chat([{"role": "user", "content": list(content)}], GREEDY, use_tqdm=False, **options)
+    return output
+
+
+def generate(llm: LLM, text: str, *images: bytes) -> list[int]:
+    token_ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": list(images)}}
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def test_all_forms_of_an_image_are_one(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(FIRST)
+    expected = generate(llm, f"<|user|><|vision_start|>{PAD}<|vision_end|>What is this?<|assistant|>", FIRST)
+    media = llm.engine.requests.image_reader
+    assert media is not None
+    allowed = media._sources._folder
+    for part in (
+        url_part(FIRST),
+        url_part(FIRST, detail="auto"),
+        {"type": "image_url", "image_url": data_url(FIRST)},
+        {"type": "image_url", "image_url": {"url": f"file://{allowed}/a.png"}},
+        {"type": "image", "image": FIRST},
+        {"type": "image", "image": path},
+        {"type": "image", "image": Image.open(BytesIO(FIRST))},
+    ):
+        output = chat(llm, part, WORDS)
+        assert output.outputs[0].token_ids == expected
+        # 24 x 40 pixels are 3 x 5 tokens of 8 x 8.
+        assert output.prompt_token_ids.count(llm.get_tokenizer().added_ids[PAD]) == 15
+
+
+def test_several_images_keep_their_places(llm: LLM) -> None:
+    one = two = f"<|vision_start|>{PAD}<|vision_end|>"
+    expected = generate(llm, f"<|user|>a{one}b{two}<|assistant|>", FIRST, SECOND)
+    text = [{"type": "text", "text": text} for text in "ab"]
+    assert chat(llm, text[0], url_part(FIRST), text[1], url_part(SECOND)).outputs[0].token_ids == expected
+    swapped = chat(llm, text[0], url_part(SECOND), text[1], url_part(FIRST)).outputs[0].token_ids
+    assert swapped == generate(llm, f"<|user|>a{one}b{two}<|assistant|>", SECOND, FIRST) != expected
+    turns = [
+        {"role": "user", "content": [text[0], url_part(FIRST)]},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": [url_part(SECOND)]},
+    ]
+    (output,) = llm.chat(turns, GREEDY, use_tqdm=False)
+    prompt = f"<|user|>a{one}<|assistant|>c<|user|>{two}<|assistant|>"
+    assert output.outputs[0].token_ids == generate(llm, prompt, FIRST, SECOND)
+    assert llm.render_chat(turns) == output.prompt_token_ids
+
+
+def test_results_of_tools_have_images(llm: LLM) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": [WORDS, url_part(FIRST)]},
+    ]
+    (output,) = llm.chat(turns, GREEDY, use_tqdm=False)
+    call_text = '{"name": "look", "arguments": {}}'
+    image = f"<|vision_start|>{PAD}<|vision_end|>"
+    prompt = f"<|user|>Look.<|assistant|>{call_text}<|tool|>What is this?{image}<|assistant|>"
+    assert output.outputs[0].token_ids == generate(llm, prompt, FIRST)
+
+
+def test_a_low_detail_limits_the_pixels(llm: LLM) -> None:
+    large = picture(700, 500, 2)
+    pad = llm.get_tokenizer().added_ids[PAD]
+    counts = {}
+    for detail in ("high", "low"):
+        turns = [{"role": "user", "content": [url_part(large, detail=detail)]}]
+        counts[detail] = llm.render_chat(turns).count(pad)
+    assert counts["high"] == 88 * 62
+    assert counts["low"] <= 512 * 512 // 64 < counts["high"]
+    with pytest.raises(InvalidParameter, match=r"content\[0\]\.image_url\.detail must be one of auto, high, low"):
+        chat(llm, url_part(FIRST, detail="original"))
+
+
+def test_texts_of_users_are_no_placeholders(llm: LLM, folder: Path) -> None:
+    text = {"type": "text", "text": f"<|vision_start|>{PAD}<|vision_end|>"}
+    pad = llm.get_tokenizer().added_ids[PAD]
+    assert chat(llm, text, url_part(FIRST)).prompt_token_ids.count(pad) == 15
+    assert chat(llm, text).prompt_token_ids.count(pad) == 0
+    with (
+        LLM(str(folder), **OPTIONS, sanitize_control_tokens="on-request") as open_llm,
+        pytest.raises(UnsupportedFeature, match="writes 2 placeholders for 1 images"),
+    ):
+        chat(open_llm, text, url_part(FIRST))
+
+
+def test_what_is_no_image_is_refused_by_name(llm: LLM) -> None:
+    image = url_part(FIRST)
+    outside = llm.engine.requests.image_reader
+    assert outside is not None
+    folder = outside._sources._folder
+    assert folder is not None
+    url = r"messages\[0\]\.content\[0\]\.image_url\.url "
+    for part, words in (
+        (url_part(FIRST[:200]), url),
+        (url_part(b"a text"), url),
+        ({"type": "image_url", "image_url": {"url": "data:text/plain,a"}}, url + "must be a data URL in base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,a*b"}}, url),
+        (
+            {"type": "image_url", "image_url": {"url": str(folder / "a.png")}},
+            url + "must be a data, file, http or https",
+        ),
+        ({"type": "image_url", "image_url": {"url": f"file://{folder.parent}/outside.png"}}, url + "is not supported"),
+        ({"type": "image_url", "image_url": {"url": "http://example.com/a.png"}}, url + "is not supported.*this host"),
+        ({"type": "image_url", "image_url": {"url": "http://localhost/a.png"}}, url + "is not supported.*not public"),
+        ({"type": "image_url", "image_url": {}}, url + "must be a data, http or https URL"),
+        ({"type": "image_url"}, r"content\[0\]\.image_url must be an object"),
+        ({"type": "image", "image": str(folder / "a.png")}, r"content\[0\]\.image must be bytes of a file"),
+        ({"type": "image", "image": ["a"]}, r"content\[0\]\.image must be bytes"),
+        ({"type": "image"}, r"content\[0\]\.image must be bytes"),
+        ({"type": "video_url", "video_url": {"url": "a"}}, r"content\[0\]\.type is not supported.*'video_url'"),
+        ({"type": "input_audio", "input_audio": {}}, r"content\[0\]\.type is not supported.*'input_audio'"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            chat(llm, part)
+    with pytest.raises(InvalidParameter, match=r"content\[3\]\.image_url\.url must be one of at most 3 images"):
+        chat(llm, image, image, image, image)
+    with pytest.raises(InvalidParameter, match=r"multi_modal_data\.image must be at most 3 images"):
+        generate(llm, PAD * 4, *[FIRST] * 4)
+    for role in ("system", "assistant"):
+        with pytest.raises(UnsupportedFeature, match=rf"messages\[0\]\.content\[0\]\.type.*the role {role}"):
+            llm.chat([{"role": role, "content": [image]}, {"role": "user", "content": "a"}])
+    with pytest.raises(PromptTooLong):
+        chat(llm, *[url_part(picture(700, 500, 0))] * 2)
+    assert not llm.engine.has_unfinished
+
+
+def test_options_limit_images(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(str(folder), **OPTIONS, mm_processor_kwargs={"max_pixels": 512}) as llm:
+        assert chat(llm, url_part(FIRST)).prompt_token_ids.count(llm.get_tokenizer().added_ids[PAD]) <= 8
+    for options, words in (
+        ({"mm_processor_kwargs": {"max_pixels": 3}}, "max_pixels must be an integer from 64"),
+        ({"allowed_local_media_path": str(folder / "none")}, "is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            LLM(str(folder), **OPTIONS, **options)
+        assert caught.value.field == next(iter(options))
+    with pytest.raises(ConfigError, match="needs a model that reads images"):
+        LLM("bundled", mm_processor_kwargs={"max_pixels": 5000})
+    caplog.set_level("INFO")
+    with LLM(str(folder), **OPTIONS, limit_mm_per_prompt={"image": 0}) as llm:
+        assert "limit_mm_per_prompt allows none" in caplog.text
+        with pytest.raises(UnsupportedFeature, match="reads no parts of type 'image_url' here"):
+            chat(llm, url_part(FIRST))
