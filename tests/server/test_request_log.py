@@ -52,7 +52,7 @@ def requested(
 
     async def scenario() -> list[httpx.Response]:
         settings = ServerConfig(**config)
-        bodies_of = BodyReader(settings.max_body_bytes, llm.resolved.max_model_len)
+        bodies_of = BodyReader(settings.body_limit(reads_images=False), llm.resolved.max_model_len)
         state = ServerState(llm, settings, bodies_of, __version__, created=0)
         state.is_draining = is_draining
         transport = httpx.ASGITransport(build_app(state, tracer))

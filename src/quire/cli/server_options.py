@@ -7,7 +7,13 @@ import json
 import os
 
 from quire.cli import options
-from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
+from quire.server.settings import (
+    DEFAULT_MAX_BODY_BYTES,
+    DEFAULT_MAX_IMAGE_BODY_BYTES,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    ServerConfig,
+)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +192,8 @@ def add_connection_limits(group: argparse._ActionsContainer) -> None:
         type=options.parse_size,
         default=defaults.max_body_bytes,
         metavar="SIZE",
-        help=f"maximum size of a request body (default {options.shown_size(defaults.max_body_bytes)})",
+        help=f"maximum size of a request body (default {options.shown_size(DEFAULT_MAX_BODY_BYTES)}, or "
+        f"{options.shown_size(DEFAULT_MAX_IMAGE_BODY_BYTES)} for a model that reads images and for a router)",
     )
     group.add_argument(
         "--max-connections",

@@ -85,7 +85,8 @@ def make_state(llm: AsyncLLM, config: ServerConfig, aliases: tuple[str, ...]) ->
     tool_format = _read_tool_format(llm.tokenizer, config.tool_call_parser)
     reasoning = _read_reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
     # Every list of integers in a valid request is at most as long as the context or the vocabulary.
-    bodies = BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
+    limit = config.body_limit(reads_images=llm.texts.max_images > 0)
+    bodies = BodyReader(limit, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
     return ServerState(llm, config, bodies, __version__, int(time.time()), tool_format, reasoning, aliases)
 
 

@@ -13,6 +13,8 @@ from quire.config.hints import find_parser
 from quire.errors import ConfigError, InvalidParameter, shown
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+# The default where bodies may have images: two of the largest files in base64.
+DEFAULT_MAX_IMAGE_BODY_BYTES = 64 << 20
 DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
 # "auto", or a format of `quire.text.tool_calls`, whose import would slow the command line's start.
 TOOL_CALL_PARSERS = (
@@ -54,7 +56,8 @@ class ServerConfig:
             "none" leaves thinking in the content.
         reasoning_content: True to send reasoning as `reasoning_content` too, for older clients.
         allow_runtime_lora_updating: True to let operators load adapters from folders of this machine while it serves.
-        max_body_bytes: maximum length of a request body.
+        max_body_bytes: maximum length of a request body. None takes 8 MiB, or 64 MiB for a model that reads images, and
+            in front of other servers.
         max_prompts: maximum number of prompts in one request.
         max_request_logprobs: maximum number of log probabilities in the answer to one request.
         max_connections: maximum number of connections; None for as many as the limit of open files allows, at most
@@ -88,7 +91,7 @@ class ServerConfig:
     reasoning_parser: str = "auto"
     reasoning_content: bool = False
     allow_runtime_lora_updating: bool = False
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_body_bytes: int | None = None
     max_prompts: int = 256
     max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS
     max_connections: int | None = None
@@ -108,9 +111,16 @@ class ServerConfig:
         """Scheme of the server's address."""
         return "http" if self.ssl_certfile is None else "https"
 
+    def body_limit(self, *, reads_images: bool) -> int:
+        """Return the maximum length of a request body."""
+        if self.max_body_bytes is not None:
+            return self.max_body_bytes
+        return DEFAULT_MAX_IMAGE_BODY_BYTES if reads_images else DEFAULT_MAX_BODY_BYTES
+
     def __post_init__(self) -> None:
         _within("port", self.port, 0, 65535)
-        _within("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
+        if self.max_body_bytes is not None:
+            _within("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
         _within("max_prompts", self.max_prompts, 1, 1 << 20)
         _within("max_request_logprobs", self.max_request_logprobs, 0, 1 << 40)
         _within("log_prompts", self.log_prompts, 0, 1 << 20)

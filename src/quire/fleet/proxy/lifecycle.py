@@ -55,7 +55,7 @@ async def run_proxy(
 ) -> None:
     """Forward requests on the running event loop; see `serve_proxy`."""
     limit_digits()
-    with closing(BodyReader(config.max_body_bytes, MAX_INTEGERS)) as bodies:
+    with closing(BodyReader(config.body_limit(reads_images=True), MAX_INTEGERS)) as bodies:
         proxy = Proxy(fleet, bodies, config.tenant_header, has_operators=config.operator_key is not None)
         app = guarded(Intake(proxy, bodies=bodies, admit=proxy.admit), config)
         await fleet.start()

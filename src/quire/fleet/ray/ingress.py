@@ -78,7 +78,7 @@ class Ingress:
         self._has_operators = config.operator_key is not None
         key = config.operator_key or config.api_key
         self._headers: RawHeaders = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
-        self.bodies = BodyReader(config.max_body_bytes, MAX_INTEGERS)
+        self.bodies = BodyReader(config.body_limit(reads_images=True), MAX_INTEGERS)
         self._exchanges = Exchanges(self.bodies)
         self._prompts = RoutedPrompts(self._ask_for_tokens, self.bodies, config.tenant_header)
         self._states: dict[str, dict[str, Any]] = {}

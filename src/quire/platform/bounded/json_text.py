@@ -24,8 +24,11 @@ FEW_BYTES = 1 << 16
 MANY_INTEGERS = 256
 PART = 1 << 16
 TIMEOUT_S = 10.0
-# Maximum memory of parsing, in bytes per byte of the text.
+# Maximum memory of parsing, in bytes per byte of the text: up to `GROWING_BYTES`, where all of it may be values, and of
+# the rest of a longer text, most of which is in long strings.
 GROWTH = 64
+STRING_GROWTH = 16
+GROWING_BYTES = 8 << 20
 MAX_PROCESSES = 2
 # No field needs an integer of more digits, and parsing takes quadratic time. It is the lowest limit that Python allows.
 MAX_DIGITS = 640
@@ -98,7 +101,9 @@ class JSONReader:
     """
 
     def __init__(self, max_bytes: int, max_integers: int) -> None:
-        setup, memory_bytes = json.dumps(max_integers).encode(), GROWTH * max_bytes + (256 << 20)
+        grown = min(max_bytes, GROWING_BYTES)
+        memory_bytes = GROWTH * grown + STRING_GROWTH * (max_bytes - grown) + (256 << 20)
+        setup = json.dumps(max_integers).encode()
         program = "quire.platform.bounded.json_text:open_reader"
         self._processes = ProcessPool(lambda: BoundedProcess(program, setup, memory_bytes), MAX_PROCESSES)
 

@@ -11,8 +11,16 @@ from quire.platform.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, 
 from quire.platform.threads import WorkerThreads
 from quire.server.requests.errors import OLLAMA_PATH, ApiError, unavailable
 
-# Number of bodies of maximum length that may be arriving at a time, and that may wait to be parsed.
+# Number of bodies of maximum length that may be arriving at a time, and that may wait to be parsed: of `SHORT_BYTES` or
+# less, and of more.
 MAX_LONG_BODIES = 32
+MAX_LONGER_BODIES = 8
+SHORT_BYTES = 8 << 20
+
+
+def max_waiting_bytes(max_bytes: int) -> int:
+    """Return the maximum total length of bodies of at most `max_bytes` that are arriving, or wait to be parsed."""
+    return max(MAX_LONG_BODIES * min(max_bytes, SHORT_BYTES), MAX_LONGER_BODIES * max_bytes)
 
 
 class BodyReader:
@@ -57,7 +65,7 @@ class BodyReader:
         return body
 
     async def _parse_apart(self, raw: bytes) -> Any:
-        if self._num_bytes + len(raw) > MAX_LONG_BODIES * self.max_bytes:
+        if self._num_bytes + len(raw) > max_waiting_bytes(self.max_bytes):
             raise unavailable("too many long bodies wait to be read", "too_many_uploads")
         self._num_bytes += len(raw)
         try:

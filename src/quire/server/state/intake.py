@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.platform.bounded.process import MANY_BYTES
-from quire.server.requests.body import MAX_LONG_BODIES, BodyReader
+from quire.server.requests.body import BodyReader, max_waiting_bytes
 from quire.server.requests.errors import unavailable
 
 # Requests to these paths take a queue slot.
@@ -25,8 +25,7 @@ FREE_BYTES = 64 << 10
 class Intake:
     """ASGI middleware between the guard and the application of a server or a router, which limits uploads.
 
-    The bodies on their way have `MAX_LONG_BODIES` times the maximum length of one together, without the first
-    `FREE_BYTES` of each.
+    The bodies on their way have `max_waiting_bytes` together, without the first `FREE_BYTES` of each.
 
     Args:
         app: application after the intake.
@@ -38,7 +37,7 @@ class Intake:
         self._app = app
         self._bodies = bodies
         self._admit = admit
-        self._limit = MAX_LONG_BODIES * bodies.max_bytes
+        self._limit = max_waiting_bytes(bodies.max_bytes)
         # Incomplete uploads that are counted, in the order of their last bytes.
         self._uploads: dict[Upload, None] = {}
         self._num_bytes = 0

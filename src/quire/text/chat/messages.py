@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 ALL_STRINGS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-class Conversation(NamedTuple):
+class TemplateConversation(NamedTuple):
     """A conversation in the form that templates read.
 
     Args:
@@ -47,7 +47,7 @@ def normalise_messages(messages: Sequence[Message], forms: Mapping[str, str] = A
     return read_conversation(messages, forms, 0).messages
 
 
-def read_conversation(messages: Sequence[Message], forms: Mapping[str, str], max_images: int) -> Conversation:
+def read_conversation(messages: Sequence[Message], forms: Mapping[str, str], max_images: int) -> TemplateConversation:
     """Validate a conversation and convert it to the form that templates read; see `normalise_messages`.
 
     Content with an image is a list of parts, in which images have no data.
@@ -62,9 +62,8 @@ def read_conversation(messages: Sequence[Message], forms: Mapping[str, str], max
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise InvalidParameter("messages", f"{len(messages)} messages", f"from 1 to {MAX_MESSAGES} messages")
     images: list[ChatImage] = []
-    normal = [_normalise(message, f"messages[{idx}]", forms, images) for idx, message in enumerate(messages)]
-    if images and not max_images:
-        raise UnsupportedPart(images[0].part, images[0].kind)
+    given = images if max_images else None
+    normal = [_normalise(message, f"messages[{idx}]", forms, given) for idx, message in enumerate(messages)]
     if len(images) > max_images:
         allowed = f"one of at most {max_images} images (limit_mm_per_prompt)"
         raise InvalidParameter(images[max_images].name, f"{len(images)} images", allowed)
@@ -73,11 +72,11 @@ def read_conversation(messages: Sequence[Message], forms: Mapping[str, str], max
     )
     if num_chars > MAX_INPUT_CHARS:
         raise InvalidParameter("messages", f"{num_chars} characters", f"at most {MAX_INPUT_CHARS} characters")
-    return Conversation(normal, tuple(images))
+    return TemplateConversation(normal, tuple(images))
 
 
-def _normalise(message: object, where: str, forms: Mapping[str, str], images: list[ChatImage]) -> dict[str, Any]:
-    """Return a message in the form that templates read, and add its images to `images`."""
+def _normalise(message: object, where: str, forms: Mapping[str, str], images: list[ChatImage] | None) -> dict[str, Any]:
+    """Return a message in the form that templates read; add its images to `images`, with None refuse them."""
     if not isinstance(message, Mapping):
         raise InvalidParameter(where, message, "an object with role and content")
     role = message.get("role")
@@ -90,12 +89,13 @@ def _normalise(message: object, where: str, forms: Mapping[str, str], images: li
     if calls is not None and role != "assistant":
         raise InvalidParameter(f"{where}.tool_calls", calls, "absent unless the role is assistant")
     role = "system" if role == "developer" else role
-    parts = _parts(message.get("content"), f"{where}.content", may_be_absent=calls is not None)
+    reads_images = images is not None
+    parts = _parts(message.get("content"), f"{where}.content", reads_images, may_be_absent=calls is not None)
     texts = [part for part in parts if isinstance(part, str)]
     has_calls_only = calls is not None and not any(texts)
     content = in_form([] if has_calls_only else texts, forms.get(CALLS if has_calls_only else role, STRING))
     own_images = [part for part in parts if isinstance(part, ChatImage)]
-    if own_images:
+    if images is not None and own_images:
         if role not in IMAGE_ROLES:
             why = f"messages of the role {role} have no images, only those of {' and '.join(IMAGE_ROLES)} have"
             raise UnsupportedFeature(own_images[0].part, why)
@@ -122,7 +122,7 @@ def _normalise(message: object, where: str, forms: Mapping[str, str], images: li
     return normal
 
 
-def _parts(content: object, where: str, *, may_be_absent: bool) -> list[str | ChatImage]:
+def _parts(content: object, where: str, reads_images: bool, *, may_be_absent: bool) -> list[str | ChatImage]:
     """Return the texts and images of content."""
     if isinstance(content, str):
         return [content]
@@ -133,12 +133,14 @@ def _parts(content: object, where: str, *, may_be_absent: bool) -> list[str | Ch
     parts: list[str | ChatImage] = []
     for idx, part in enumerate(content):
         if isinstance(part, ChatImage):
+            if not reads_images:
+                raise UnsupportedPart(part.part, part.kind)
             parts.append(part)
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind is None:
             raise InvalidParameter(f"{where}[{idx}]", part, 'an object like {"type": "text", "text": "..."}')
-        if kind in (IMAGE, IMAGE_URL):
+        if kind in (IMAGE, IMAGE_URL) and reads_images:
             parts.append(read_image(part, f"{where}[{idx}]"))
             continue
         if kind != "text":
