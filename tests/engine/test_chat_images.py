@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from PIL import Image
 
 from quire import LLM, SamplingParams
+from quire.engine.inputs.tokenizer_pool import FETCH_THREADS, TokenizerPool
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError, InvalidParameter, PromptTooLong, RequestError, UnsupportedFeature
 from tests.images.tiny_model import PAD, data_url, picture, save, url_part
@@ -185,3 +188,42 @@ def test_options_limit_images(folder: Path, caplog: pytest.LogCaptureFixture) ->
         assert "limit_mm_per_prompt allows none" in caplog.text
         with pytest.raises(UnsupportedFeature, match="reads no parts of type 'image_url' here"):
             chat(llm, url_part(FIRST))
+
+
+def test_a_slow_host_delays_no_other_image(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests than there are threads wait for it."""
+    reader, may_answer = llm.engine.requests.image_reader, threading.Event()
+    assert reader is not None
+    read = reader._sources.read
+
+    def slow(name: str, url: str) -> bytes:
+        if url.startswith("http"):
+            assert may_answer.wait(60)
+            return FIRST
+        return read(name, url)
+
+    monkeypatch.setattr(reader._sources, "read", slow)
+    pool = TokenizerPool(llm.engine.requests, llm.tokenizer, llm.resolved.max_model_len)
+
+    async def tokens(part: dict[str, Any]) -> list[int]:
+        prompt = await pool.render([{"role": "user", "content": [part]}])
+        (prepared,) = await pool.prepare([prompt], GREEDY, add_special_tokens=False)
+        assert await pool.encode(prompt, add_special_tokens=False) == prepared.prompt.token_ids
+        return prepared.prompt.token_ids
+
+    async def scenario() -> None:
+        remote = {"type": "image_url", "image_url": {"url": "http://localhost/a.png"}}
+        waiting = [asyncio.create_task(tokens(remote)) for _ in range(FETCH_THREADS + 4)]
+        found = await tokens(url_part(FIRST))
+        text = await tokens(WORDS)
+        assert not any(task.done() for task in waiting)
+        may_answer.set()
+        assert await asyncio.gather(*waiting) == [found] * len(waiting)
+        assert len(text) < len(found)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        may_answer.set()
+        pool.close()
+    assert pool._num_waiting == 0

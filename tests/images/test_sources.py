@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import socket
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -78,6 +79,29 @@ def test_other_urls_are_refused_by_name(url: str) -> None:
     with pytest.raises(InvalidParameter, match="messages") as refused:
         ImageSources(["pictures.test"]).read("messages[0]", url)
     assert refused.value.field == "messages[0]"
+
+
+@pytest.mark.parametrize("url", ["data:" + ";" * (1 << 20), "data:" + "a" * (1 << 20), "http://a/" + "b" * (1 << 20)])
+def test_a_long_head_of_a_url_costs_no_memory(url: str) -> None:
+    """A part that repeats would take a hundred bytes for each repetition."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidParameter, match=r"image_url must be a data URL"):
+            ImageSources().read("image_url", url)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_base64_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE_CHARS", 8)
+    text = base64.b64encode(DATA).decode()
+    for length in (0, 4, 8, 12, 16, 300, len(text)):
+        part = text[: length // 4 * 4]
+        assert ImageSources().decode("data", part) == base64.b64decode(part)
+    for wrong in (text[:7], text[:9], "AAA=AAAA", "AAAAAAA=AAAA", "AAAA AAAA", "AA==AA==AAAA", "AAAAAA\u00e9A"):
+        with pytest.raises(InvalidParameter, match="data must be an image file in base64"):
+            ImageSources().decode("data", wrong)
 
 
 def test_a_long_data_url_is_refused_before_it_is_decoded() -> None:

@@ -25,9 +25,13 @@ from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.platform.bounded.files import read_file, reason_of
 
 MAX_BYTES: Final = 20 << 20
+# Of URLs without data, which the library that divides them keeps for a while.
+MAX_URL_CHARS: Final = 1 << 13
 FETCH_TIMEOUT_S: Final = 10.0
 # Characters of base64 that one call, which holds the interpreter's lock, decodes; a multiple of 4.
 PIECE_CHARS: Final = 1 << 20
+# Characters in which the head of a data URL ends; matching a long one would take memory for each of its parameters.
+MAX_HEAD_CHARS: Final = 256
 _DATA_URL: Final = re.compile(r"data:[\w.+/-]*((?:;[\w.=+-]*)*),", re.ASCII | re.IGNORECASE)
 _USER_AGENT: Final = "quire"
 
@@ -97,6 +101,8 @@ class ImageSources:
         """
         if url[:5].lower() == "data:":
             return self._decode_url(field, url)
+        if len(url) > MAX_URL_CHARS:
+            raise InvalidParameter(field, url, f"a data URL, or one of at most {MAX_URL_CHARS} characters")
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -125,7 +131,7 @@ class ImageSources:
         return b"".join(pieces)
 
     def _decode_url(self, field: str, url: str) -> bytes:
-        head = _DATA_URL.match(url)
+        head = _DATA_URL.match(url[:MAX_HEAD_CHARS])
         if head is None:
             raise InvalidParameter(field, url, "a data URL: data:image/png;base64,...")
         if not head[1].lower().endswith(";base64"):
