@@ -79,6 +79,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("prefix_cache_write_policy", [None, "write_back", "write_through"], ["", "through", 3]),
         ("kv_transfer_config", [None, '{"kv_role": "kv_both"}'], ["{", 3, "[]"]),
         ("tokenizer_pre", [None, "llama-bpe"], ["", 3]),
+        ("mmproj", [None, "mmproj-F16.gguf"], ["", 3]),
         ("skip_tokenizer_init", [True, False], [None, 0, "false"]),
         ("deterministic", [True, False], [None, 1, "yes"]),
         ("enable_prefix_caching", [True, False], [None, 1, "no"]),

@@ -58,6 +58,9 @@ class ModelConfig:
         tokenizer: local folder or hub id of the tokenizer; None takes the model's.
         tokenizer_pre: way in which the tokenizer of a GGUF file divides texts, by llama.cpp's name ("llama-bpe"), for
             files that name none or an unknown one; None takes the file's.
+        mmproj: GGUF file of the vision encoder of a model in a GGUF file; None takes the file in the same folder with
+            "mmproj" in its name, if there is one. A named one that does not fit the model is an error; a found one is
+            left out then.
         skip_tokenizer_init: work on token ids only.
         revision: revision of the model on the hub.
         dtype: dtype of the weights; "auto" keeps the checkpoint's.
@@ -100,6 +103,7 @@ class ModelConfig:
     model: str = field(default="bundled", metadata=OWN)
     tokenizer: str | None = field(default=None, metadata=OWN)
     tokenizer_pre: str | None = None
+    mmproj: str | None = field(default=None, metadata=OWN)
     skip_tokenizer_init: bool = False
     revision: str | None = field(default=None, metadata=OWN)
     dtype: str = choice("auto", DTYPES)
@@ -133,6 +137,7 @@ class ModelConfig:
         put_path(self, "model")
         put_path(self, "tokenizer", optional=True)
         put_path(self, "chat_template", optional=True)
+        put_path(self, "mmproj", optional=True)
         check_text("tokenizer_pre", self.tokenizer_pre, optional=True)
         check_text("revision", self.revision, optional=True)
         names = self.served_model_name

@@ -51,6 +51,8 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "GptOssForCausalLM": lambda _: MODEL_ARCH.GPT_OSS,
     "Phi3ForCausalLM": lambda _: MODEL_ARCH.PHI3,
     "Qwen3_5MoeForCausalLM": lambda _: MODEL_ARCH.QWEN35MOE,
+    "Qwen3_5ForConditionalGeneration": lambda _: MODEL_ARCH.QWEN35,
+    "Qwen3VLForConditionalGeneration": lambda _: MODEL_ARCH.QWEN3VL,
     "Gemma2ForCausalLM": lambda _: MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": lambda _: MODEL_ARCH.GEMMA3,
     "Gemma3nForCausalLM": lambda _: MODEL_ARCH.GEMMA3N,
@@ -257,7 +259,16 @@ def _qwen3_5(writer: GGUFWriter, config: Config) -> None:
         writer.add_nextn_predict_layers(config["mtp_num_hidden_layers"])
     fraction = config["rope_parameters"].get("partial_rotary_factor", 0.25)
     writer.add_rope_dimension_count(int(config["head_dim"] * fraction))
-    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    _add_sections(writer, config)
+
+
+def _qwen3_vl(writer: GGUFWriter, config: Config) -> None:
+    _add_sections(writer, config)
+    writer.add_num_deepstack_layers(len(config["vision_config"]["deepstack_visual_indexes"]))
+
+
+def _add_sections(writer: GGUFWriter, config: Config) -> None:
+    writer.add_rope_dimension_sections([*config["rope_parameters"].get("mrope_section", (11, 11, 10)), 0])
 
 
 def _qwen3_5_moe(writer: GGUFWriter, config: Config) -> None:
@@ -396,6 +407,7 @@ FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.QWEN3MOE: _qwen3_moe,
     MODEL_ARCH.QWEN3NEXT: _qwen3_5_moe,
     MODEL_ARCH.QWEN35: _qwen3_5,
+    MODEL_ARCH.QWEN3VL: _qwen3_vl,
     MODEL_ARCH.QWEN35MOE: _qwen3_5_moe,
     MODEL_ARCH.GEMMA2: _gemma2,
     MODEL_ARCH.GEMMA3: _gemma3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,11 @@ STORED_OTHERWISE: dict[str, dict[str, Any]] = {
     "Llama4ForCausalLM": {LINEAR_EXPERTS: True},
     "Qwen3NextForCausalLM": {SPLIT_INPUTS: True},
 }
+# Language models that files describe as a part of the model that reads images.
+WHOLE_MODELS = {
+    "Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration",
+}
 
 
 class Written(NamedTuple):
@@ -77,7 +83,16 @@ def write(name: str, folder: Path) -> Written:
     stored = {each.name: torch.tensor(each.data.copy()) for each in reader.tensors}
     tensors = with_rows_of_columns(type(model).__name__, load_file(folder / "model.safetensors"))
     config = config_of(folder) | ({LINEAR_EXPERTS: True} if has_linear_experts(tensors) else {})
+    if type(model).__name__ in WHOLE_MODELS:
+        config, tensors = _as_part(type(model).__name__, config, tensors)
     return Written(model, config, tensors, fields, stored)
+
+
+def _as_part(name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the configuration and the tensors of a language model as those of a part of the whole."""
+    outer = {each: config[each] for each in ("tie_word_embeddings", LINEAR_EXPERTS) if each in config}
+    whole = {"architectures": [WHOLE_MODELS[name]], "text_config": config, **outer}
+    return whole, {re.sub(r"^model\.", "model.language_model.", each): values for each, values in tensors.items()}
 
 
 def read(source: TensorSource, stored: Mapping[str, Tensor]) -> Tensor:

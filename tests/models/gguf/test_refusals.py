@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from quire.errors import CheckpointError, QuireError, UnsupportedModel
 from quire.models.families import build
 from quire.models.gguf.architectures import ARCHITECTURES, AxisSwap, TensorSource, read_architecture
 from quire.models.gguf.architectures.metadata import shortest
+from quire.models.specs.rotations import Sections
+from quire.models.specs.spec import ImageRows
 from tests.models.gguf.test_architectures import Written, write
 
 WRONG: tuple[Any, ...] = (None, -1, 0, 3, 2**60, 1.5, float("nan"), float("inf"), True, "x", [], [1], [None] * 4, {})
@@ -101,8 +104,21 @@ def test_language_models_of_models_for_images_are_read_like_others(name: str, th
     own = written.fields["general.architecture"]
     fields = {key.replace(f"{own}.", f"{theirs}."): value for key, value in written.fields.items()}
     fields |= {"general.architecture": theirs, f"{theirs}.rope.dimension_sections": [16, 24, 24, 0]}
-    expected = read_architecture(written.fields, written.shapes)
-    assert read_architecture(fields, written.shapes) == expected
+    (_, names), (spec, _) = (build(read_architecture(each, written.shapes)[0]) for each in (fields, written.fields))
+    config, sources = read_architecture(fields, written.shapes)
+    expected = read_architecture(written.fields, written.shapes)[1]
+    found, _ = build(config)
+    assert replace(found, image_rows=spec.image_rows) == spec
+    assert [source for parts in names.values() for name in parts for source in sources[name]] == [
+        source for parts in expected.values() for source in parts
+    ]
+    if theirs != "qwen2vl":
+        assert found.image_rows == ImageRows(Sections((16, 24, 24), interleaved=True), 0)
+        deep, _ = build(read_architecture(fields | {f"{theirs}.n_deepstack_layers": 2}, written.shapes)[0])
+        assert deep.image_rows.num_deepstack == 2
+        for wrong in ([16, 24, 24, 1], [16, 24], [16, 24, -1], 16, ["16", 24, 24]):
+            with pytest.raises(CheckpointError, match=r"rope\.dimension_sections must be three whole numbers"):
+                read_architecture(fields | {f"{theirs}.rope.dimension_sections": wrong}, written.shapes)
 
 
 def test_unknown_rotations(folder: Path) -> None:
@@ -153,7 +169,9 @@ def test_gates_and_ups_of_experts_in_one_tensor(folder: Path) -> None:
     shapes = {name.replace("gate_exps", "gate_up_exps"): shape for name, shape in shapes.items()}
     shapes = {name: (6, 64, 64) if "gate_up_exps" in name else shape for name, shape in shapes.items()}
     _, sources = read_architecture(written.fields, shapes)
-    (gate_up,), (down,) = (sources[f"model.layers.3.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+    (gate_up,), (down,) = (
+        sources[f"model.language_model.layers.3.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj")
+    )
     assert gate_up == TensorSource("blk.3.ffn_gate_up_exps.weight", None, None, None, None, None, (6 * 64, 64))
     assert down == TensorSource("blk.3.ffn_down_exps.weight", None, None, None, None, None, (6 * 64, 32))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,13 @@ from tests.models.gguf.fields import ARCHITECTURES, add_fields, common_names, fr
 TypeOf = Callable[[str, tuple[int, ...]], Type]
 # Matrices that converters never quantise: convolutions, vectors with dimensions of size 1, and biases of experts.
 PLAIN = (".bias", "conv", "ssm_a", "ssm_d", "ssm_norm")
+# Parts of the names of a vision encoder, and what converters make of them, in this order.
+MMPROJ_NAMES = (
+    *(("blocks.", "v.blk."), ("attn.qkv", "attn_qkv"), ("attn.proj", "attn_out"), ("norm1", "ln1"), ("norm2", "ln2")),
+    *(("mlp.linear_fc1", "ffn_up"), ("mlp.linear_fc2", "ffn_down"), ("deepstack_merger_list", "v.deepstack")),
+    *(("merger.norm", "v.post_ln"), ("merger.linear_fc1", "mm.0"), ("merger.linear_fc2", "mm.2")),
+    *(("linear_fc", "fc"), ("patch_embed.proj", "v.patch_embd"), ("pos_embed", "v.position_embd")),
+)
 # Types of tokens.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
@@ -40,7 +49,7 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
     Returns:
         `out`.
     """
-    config = common_names(AutoConfig.from_pretrained(folder).to_dict())
+    config = common_names(_of_language_model(AutoConfig.from_pretrained(folder).to_dict()))
     architecture = ARCHITECTURES[config["architectures"][0]](config)
     num_blocks = config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0)
     name_map = gguf.get_tensor_name_map(architecture, num_blocks)
@@ -49,8 +58,15 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
     add_fields(writer, config, architecture)
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder, pre)
+    elif "image_token_id" in config:
+        texts = [f"token {number}" for number in range(config["vocab_size"])]
+        texts[config["image_token_id"]] = "<|image_pad|>"
+        writer.add_token_list(texts)
     tensors = {
-        name: values for path in sorted(folder.glob("*.safetensors")) for name, values in load_file(path).items()
+        name.replace("model.language_model.", "model."): values
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, values in load_file(path).items()
+        if not name.startswith("model.visual.")
     }
     changed = CHANGES.get(architecture, _same)(tensors, config)
     stored: dict[str, Tensor] = {}
@@ -67,6 +83,61 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def _of_language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a language model that is a part of another one, with the names of the whole."""
+    if "vision_config" not in config:
+        return config
+    names = ("architectures", "vision_config", "image_token_id", "tie_word_embeddings")
+    return {**config["text_config"], **{name: config[name] for name in names}}
+
+
+def write_mmproj(folder: Path, out: Path, type_of: TypeOf) -> Path:
+    """Write the vision encoder of a Qwen3-VL or Qwen3.5 as a GGUF file; see `write_gguf`.
+
+    The limits of pixels are those of the folder's image processor, which the converter leaves out.
+    """
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    vision, settings = config["vision_config"], json.loads((folder / "preprocessor_config.json").read_text())
+    deepstack = vision.get("deepstack_visual_indexes", [])
+    writer = GGUFWriter(out, "clip")
+    writer.add_type(gguf.GGUFType.MMPROJ)
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(gguf.VisionProjectorType.QWEN3VL)
+    writer.add_vision_use_gelu(True)
+    writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
+    writer.add_vision_image_size(math.isqrt(vision["num_position_embeddings"]) * vision["patch_size"])
+    writer.add_vision_patch_size(vision["patch_size"])
+    writer.add_vision_embedding_length(vision["hidden_size"])
+    writer.add_vision_feed_forward_length(vision["intermediate_size"])
+    writer.add_vision_block_count(vision["depth"])
+    writer.add_vision_head_count(vision["num_heads"])
+    writer.add_vision_image_mean(settings["image_mean"])
+    writer.add_vision_image_std(settings["image_std"])
+    writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    writer.add_vision_is_deepstack_layers([idx in deepstack for idx in range(vision["depth"])])
+    writer.add_uint32("clip.vision.image_min_pixels", settings["size"]["shortest_edge"])
+    writer.add_uint32("clip.vision.image_max_pixels", settings["size"]["longest_edge"])
+    for name, values in load_file(folder / "model.safetensors").items():
+        if name.startswith("model.visual."):
+            stored = _mmproj_name(name.removeprefix("model.visual."), deepstack)
+            frames = [values] if values.dim() < 5 else values.unbind(2)
+            for frame, part in enumerate(frames):
+                _add(writer, f"{stored}.{frame}" if frame else stored, part, type_of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def _mmproj_name(name: str, deepstack: list[int]) -> str:
+    for own, stored in MMPROJ_NAMES:
+        name = name.replace(own, stored)
+    number = re.match(r"v\.deepstack\.(\d+)", name)
+    return name if number is None else name.replace(number[0], f"v.deepstack.{deepstack[int(number[1])]}")
 
 
 def fuse_qkv(stored: Tensors) -> Tensors:

@@ -151,7 +151,10 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
     publisher = open_publisher(config, parts)
     disk = None
     if config.cache.has_stores and not isinstance(model, Encoder):
-        models = [(files, part.spec) for files, part in ((checkpoint, model), (guide, draft)) if files and part]
+        # The keys and values after an image depend on its encoder, which may be in another file.
+        encoder_files = None if vision is None or vision.files is checkpoint else vision.files
+        loaded = (checkpoint, model), (guide, draft), (encoder_files, model)
+        models = [(files, part.spec) for files, part in loaded if files and part]
         disk = open_stores(config, models, resolved, groups, dtype, parts, ranks)
     memory = open_memory(resolved, sizing, parts, disk, config.cache.record_memory)
     with bound_to(() if ranks is None else ranks.home):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -18,19 +18,23 @@ from quire.errors import ConfigError, InvalidParameter
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.vision_files import find_vision
 from quire.models.families.vision_towers import image_token_id
-from quire.models.loading.vision import has_vision, load_vision_encoder
+from quire.models.loading.vision import load_vision_encoder
 from quire.models.modules.vision_encoder import VisionEncoder
 from quire.platform.bounded.files import user_path
+
+INSTALL: Final = "pip install 'quire[vision]'"
 
 logger = logging.getLogger(__name__)
 
 
 class Vision(NamedTuple):
-    """A model's encoder of images, and the processing of its images."""
+    """A model's encoder of images, the processing of its images, and the files of both."""
 
     encoder: VisionEncoder
     processing: ImageProcessing
+    files: Checkpoint
 
 
 def load_vision(
@@ -42,34 +46,43 @@ def load_vision(
     are missing or not implemented: texts are served, and a line of the log says why images are refused.
 
     Raises:
-        ConfigError: `mm_processor_kwargs` for a model without an encoder, or with a value that it cannot have.
+        ConfigError: `mm_processor_kwargs` for a model without an encoder, or with a value that it cannot have; or the
+            encoder that `mmproj` names cannot be served.
     """
-    if options.model_impl == "transformers" or not has_vision(checkpoint):
-        if images.mm_processor_kwargs:
-            raise ConfigError("mm_processor_kwargs needs a model that reads images", field="mm_processor_kwargs")
-        return None
     if not images.max_images:
         logger.info("Images are refused, and their encoder is not loaded: limit_mm_per_prompt allows none")
         return None
-    if find_spec("PIL") is None:  # found, not imported: this process decodes no images
-        logger.info("Images are refused, and their encoder is not loaded: pip install 'quire[vision]'")
-        return None
     try:
-        encoder = load_vision_encoder(
-            checkpoint,
-            device=device,
-            dtype=dtype,
-            kernels=options.kernels,
-            quantization=options.quantization,
-            weight_packing=options.weight_packing,
-        )
-        settings = read_settings(checkpoint.folder)
-        read_processing(settings, encoder.spec)
+        files = None if options.model_impl == "transformers" else find_vision(checkpoint, options.mmproj)
+        if files is not None and find_spec("PIL") is None:  # found, not imported: this process decodes no images
+            if options.mmproj is not None:
+                raise ConfigError(f"mmproj {options.mmproj} needs Pillow: {INSTALL}", field="mmproj")
+            logger.info("Images are refused, and their encoder is not loaded: %s", INSTALL)
+            return None
+        if files is not None:
+            encoder = load_vision_encoder(
+                files,
+                device=device,
+                dtype=dtype,
+                kernels=options.kernels,
+                quantization=options.quantization,
+                weight_packing=options.weight_packing,
+            )
+            settings = read_settings(files.folder) if files.image_settings is None else files.image_settings
+            read_processing(settings, encoder.spec)
     except ConfigError as error:
+        if options.mmproj is not None:
+            raise
         logger.warning("Images are refused: %s", error)
         return None
+    if files is None:
+        if images.mm_processor_kwargs:
+            raise ConfigError("mm_processor_kwargs needs a model that reads images", field="mm_processor_kwargs")
+        return None
+    if files is not checkpoint:
+        logger.info("Images are encoded by %s", files.gguf_path)
     try:
-        return Vision(encoder, read_processing(settings, encoder.spec, images.processor_changes))
+        return Vision(encoder, read_processing(settings, encoder.spec, images.processor_changes), files)
     except InvalidParameter as error:
         raise ConfigError(str(error), field="mm_processor_kwargs") from error
 

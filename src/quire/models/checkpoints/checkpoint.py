@@ -70,6 +70,7 @@ class Checkpoint:
         gguf_fields: metadata of the GGUF file that the model is read from; None for a folder.
         divided: names of the parts of tensors that a GGUF file divides; see `GGUFModel`.
         gguf_path: the GGUF file, or the first part of a split file; None for a folder.
+        image_settings: fields of the image processor from a GGUF file; None if they are in a file of the folder.
     """
 
     folder: Path
@@ -79,6 +80,7 @@ class Checkpoint:
     gguf_fields: Mapping[str, Any] | None = None
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gguf_path: Path | None = None
+    image_settings: Mapping[str, Any] | None = None
 
     @classmethod
     def open(cls, model: str, revision: str | None = None) -> Checkpoint:
@@ -238,9 +240,14 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
     return path
 
 
+def is_mmproj(file: Path) -> bool:
+    """Return whether a GGUF file holds a vision encoder by its name: all publishers have the same word in it."""
+    return "mmproj" in file.name.lower()
+
+
 def _the_model_of(files: Sequence[Path], where: str) -> Path:
     """Return the only model among GGUF files; its later parts and vision encoders do not count."""
-    models = sorted(file for file in files if not _LATER_PART.search(file.name) and not file.name.startswith("mmproj"))
+    models = sorted(file for file in files if not _LATER_PART.search(file.name) and not is_mmproj(file))
     if len(models) != 1:
         names = ", ".join(file.name for file in models[:8]) or "none"
         raise CheckpointError(f"one GGUF model is needed in {where}, found {names}: name the file", field="model")

@@ -38,7 +38,8 @@ _SIGLIP_LAYER: Final[Mapping[str, tuple[str, ...]]] = {
     "ffn.down": ("mlp.fc2",),
 }
 _QWEN_PREFIX: Final = "model.visual"
-_QWEN_NORM: Final = LayerNorm(1e-6)
+# Field that is added to the configuration of files with a tensor for each frame of a patch, numbered after the first.
+FRAMES_APART: Final = "frames_of_patches_are_apart"
 
 
 def qwen_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
@@ -56,12 +57,14 @@ def qwen_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
             field="num_heads",
         )
     mlp = EncoderMLP(vision.integer("intermediate_size"), read_elementwise(vision, "hidden_act", "gelu_pytorch_tanh"))
-    layer = EncoderLayer(heads, mlp, _QWEN_NORM, _QWEN_NORM, norm_first=True)
+    norm = LayerNorm(vision.number("layer_norm_eps", 1e-6))
+    layer = EncoderLayer(heads, mlp, norm, norm, norm_first=True)
     rope = vision.part("rope_parameters") or HFConfig({})
     rope.require("rope_type", "axial")
     deepstack = vision.ascending("deepstack_visual_indexes", num_layers)
+    num_frames, frames_apart = vision.integer("temporal_patch_size", 2), vision.flag(FRAMES_APART, False)
     spec = VisionSpec(
-        patch_shape=(vision.integer("in_channels", 3), vision.integer("temporal_patch_size", 2), side, side),
+        patch_shape=(vision.integer("in_channels", 3), num_frames, side, side),
         width=vision.integer("hidden_size"),
         layers=(layer,) * num_layers,
         table_side=_root(vision, "num_position_embeddings"),
@@ -70,13 +73,17 @@ def qwen_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
         norm=None,
         merge_size=vision.integer("spatial_merge_size", 2),
         out_width=vision.integer("out_hidden_size"),
-        merger=JoinedSquares(_QWEN_NORM, norm_joined=False, activation="gelu"),
+        merger=JoinedSquares(norm, norm_joined=False, activation="gelu"),
         deepstack=deepstack,
-        deepstack_merger=JoinedSquares(_QWEN_NORM, norm_joined=True, activation="gelu") if deepstack else None,
+        deepstack_merger=JoinedSquares(norm, norm_joined=True, activation="gelu") if deepstack else None,
+        frames_apart=frames_apart,
     )
     prefix = _QWEN_PREFIX
     names: WeightMap = {"positions.weight": (f"{prefix}.pos_embed.weight",)}
     names |= _named("patches", f"{prefix}.patch_embed.proj")
+    if frames_apart:
+        (patches,) = names["patches.weight"]
+        names["patches.weight"] = (patches, *(f"{patches}.{frame}" for frame in range(1, num_frames)))
     names |= map_modules("merger", f"{prefix}.merger", _QWEN_MERGER, has_bias=True)
     for idx in range(num_layers):
         names |= map_modules(f"layers.{idx}", f"{prefix}.blocks.{idx}", _QWEN_LAYER, has_bias=True)

@@ -7,16 +7,11 @@ import torch
 from quire.config import Quantization
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.families.quantization_config import without_quantization
-from quire.models.families.vision_towers import build_vision, is_of_vision
+from quire.models.families.vision_towers import build_vision
 from quire.models.loading.sizes import check_sizes
 from quire.models.loading.weights import load_weights
 from quire.models.modules.vision_encoder import VisionEncoder
 from quire.ops import make_ops
-
-
-def has_vision(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint has a vision encoder of a family; copies of language models have none."""
-    return any(is_of_vision(checkpoint.config, name) for name in checkpoint.tensors)
 
 
 def load_vision_encoder(
@@ -28,7 +23,7 @@ def load_vision_encoder(
     quantization: Quantization | None,
     weight_packing: str,
 ) -> VisionEncoder:
-    """Build the vision encoder of a checkpoint that has one, and load its weights; see `load_decoder`.
+    """Build the vision encoder of files that have one (`find_vision`), and load its weights; see `load_decoder`.
 
     Raises:
         UnsupportedModel: an option of the encoder is not implemented.

@@ -92,6 +92,8 @@ class VisionEncoder:
         self._patches = Projection(math.prod(spec.patch_shape), spec.width, True, ops, min_bits=MIN_PATCH_BITS)
         flat = self._patches.slots["weight"]
         stored = WeightSlot((spec.width, *spec.patch_shape), lambda weight: flat.fill(weight.flatten(1)))
+        if spec.frames_apart:
+            stored = _frame_by_frame(stored)
         slots = nested(patches=self._patches.slots | {"weight": stored})
         slots["positions.weight"] = WeightSlot((spec.table_side**2, spec.width), self._fill_table)
         self._layers = [EncoderBlock(layer, spec.width, new_norm, ops) for layer in spec.layers]
@@ -157,6 +159,17 @@ class VisionEncoder:
                 result = result + self._table[row * side + column] * (row_weight * column_weight)[:, None]
         assert isinstance(result, Tensor)
         return result.to(self.dtype)
+
+
+def _frame_by_frame(slot: WeightSlot) -> WeightSlot:
+    """Return the slot of a projection of patches [E, C, F, H, W] that is stored as [F x E, C, H, W]."""
+    width, channels, num_frames, *sides = slot.shape
+
+    def fill(weight: Tensor) -> object:
+        frames = weight.view(num_frames, width, channels, *sides)
+        return slot.fill(frames.permute(1, 2, 0, 3, 4).contiguous())
+
+    return WeightSlot((num_frames * width, channels, *sides), fill)
 
 
 def _neighbours(places: Tensor, count: int, side: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -55,6 +55,7 @@ class VisionSpec:
         merger: layers that make them of the last layer's output.
         deepstack: layers whose output is merged as well, for the decoder's first layers, in order.
         deepstack_merger: layers that merge their output; None without such layers.
+        frames_apart: whether the projection of patches is stored frame by frame.
 
     Source: Qwen3-VL, arXiv 2511.21631 (rotation, resampled positions, deepstack); SigLIP, arXiv 2303.15343, as in
     Gemma 3, arXiv 2503.19786 (average of squares).
@@ -72,6 +73,7 @@ class VisionSpec:
     merger: JoinedSquares | AveragedSquares
     deepstack: tuple[int, ...] = ()
     deepstack_merger: JoinedSquares | None = None
+    frames_apart: bool = False
 
     @property
     def num_features(self) -> int:

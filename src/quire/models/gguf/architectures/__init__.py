@@ -16,6 +16,7 @@ from quire.models.gguf.architectures.gemma import GEMMA
 from quire.models.gguf.architectures.glm4 import GLM
 from quire.models.gguf.architectures.gpt2 import GPT2
 from quire.models.gguf.architectures.gpt_oss import GPT_OSS
+from quire.models.gguf.architectures.image_models import as_whole_model, in_language_model
 from quire.models.gguf.architectures.lfm2 import LFM2
 from quire.models.gguf.architectures.llama4 import LLAMA4
 from quire.models.gguf.architectures.llama_layout import LLAMA_LAYOUT
@@ -73,14 +74,17 @@ def read_architecture(
     name = _name(fields)
     architecture = ARCHITECTURES[name]
     all_shapes = with_parts(shapes)
-    config = architecture.read_config(Metadata(fields, name), all_shapes, floats)
-    spec, weight_map = build(config)
+    metadata = Metadata(fields, name)
+    config = architecture.read_config(metadata, all_shapes, floats)
+    whole = as_whole_model(config, name, metadata, fields)
+    spec, weight_map = build(whole)
     changes, ranges = architecture.changes(config), find_ranges(shapes, spec)
-    return config, {
-        source: find_sources(architecture, changes, architecture.renamed(config, source), all_shapes, ranges)
-        for sources in weight_map.values()
-        for source in sources
-    }
+
+    def sources_of(source: str) -> tuple[TensorSource, ...]:
+        stored = architecture.renamed(config, in_language_model(source))
+        return find_sources(architecture, changes, stored, all_shapes, ranges)
+
+    return whole, {source: sources_of(source) for sources in weight_map.values() for source in sources}
 
 
 def _name(fields: Mapping[str, Any]) -> str:

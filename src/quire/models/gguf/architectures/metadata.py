@@ -85,6 +85,23 @@ class Metadata:
             raise self.wrong(name, value, f"a list of {count} numbers")
         return tuple(map(float, value))
 
+    def sections(self, name: str) -> tuple[int, int, int]:
+        """Read the numbers of frequencies of time, rows and columns; a fourth number must be 0."""
+        value = self._get(name, None)
+        counts = list(value) if isinstance(value, list | tuple) else []
+        if not all(type(count) is int and 0 <= count <= MAX_INTEGER for count in counts) or (
+            len(counts) != 3 and (len(counts) != 4 or counts[3] != 0)
+        ):
+            raise self.wrong(name, value, "three whole numbers, and 0")
+        return counts[0], counts[1], counts[2]
+
+    def flags(self, name: str, count: int) -> tuple[bool, ...]:
+        """Read a list of `count` flags; a missing field has none that is set."""
+        value = self._get(name, [False] * count)
+        if not isinstance(value, list | tuple) or len(value) != count or not all(flag in (0, 1) for flag in value):
+            raise self.wrong(name, value, f"a list of {count} flags")
+        return tuple(map(bool, value))
+
     def number_or_none(self, name: str) -> float | None:
         """Read a positive number; None for a missing field and for 0."""
         value = self._fields.get(self.key(name))
