@@ -88,6 +88,7 @@ def test_an_adapter_is_a_model_that_every_protocol_takes(serve: Callable[[bool],
         cards = (await client.get("/v1/models")).json()["data"]
         assert [(card["id"], card.get("parent")) for card in cards] == [("tiny", None), ("sql", "tiny")]
         assert [card["model_impl"] for card in cards] == ["native", "native"]
+        assert [card["input_modalities"] for card in cards] == [["text"], ["text"]]
         assert (await client.get("/v1/models/sql")).json() == cards[1] | {"root": paths["one"]}
         for path in ("/v1/completions", "/v1/chat/completions"):
             plain, adapted = await ask(client, path, model="tiny"), await ask(client, path, model="sql")

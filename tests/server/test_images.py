@@ -355,3 +355,8 @@ def test_the_server_never_imports_pillow(server: ServerProcess) -> None:
     maps = Path(f"/proc/{pid}/maps").read_text()
     assert "torch" in maps
     assert "PIL" not in maps
+
+
+def test_the_list_of_models_says_what_they_read(server: ServerProcess) -> None:
+    (card,) = server.http.get("/v1/models").json()["data"]
+    assert card["input_modalities"] == ["text", "image"]

@@ -54,6 +54,7 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "quire",
         "max_model_len": state.llm.resolved.max_model_len,
         "model_impl": state.llm.resolved.model_impl,
+        "input_modalities": ["text", "image"] if state.llm.texts.max_images else ["text"],
         "tool_call_parser": None if state.tool_format is None else state.tool_format.name,
         "reasoning_parser": None if state.reasoning is None else state.reasoning.form.name,
     }

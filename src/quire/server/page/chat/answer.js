@@ -4,11 +4,24 @@ import { events, isLost, request } from "../base/api.js";
 import { count, plural } from "../base/words.js";
 import { watchSharing } from "../memory/memory.js";
 import { path } from "./conversations.js";
+import { dataOf } from "./pictures.js";
 import { readSettings, systemPrompt } from "./settings.js";
 import { keptToken } from "./tokens.js";
 
-function toMessage({ role, content, calls, callId }) {
+const GONE = "A picture of this conversation is not kept in this browser. Edit its message to go on without it.";
+
+async function toPart(picture) {
+  const url = await dataOf(picture);
+  if (!url) throw new Error(GONE);
+  return { type: "image_url", image_url: { url } };
+}
+
+async function toMessage({ role, content, calls, callId, pictures }) {
   if (role === "tool") return { role, content, tool_call_id: callId };
+  if (pictures?.length) {
+    const parts = await Promise.all(pictures.map(toPart));
+    return { role, content: content ? [...parts, { type: "text", text: content }] : parts };
+  }
   if (!calls) return { role, content };
   const asked = calls.map(({ id, name, arguments: text }) => ({
     id,
@@ -22,12 +35,12 @@ function toMessage({ role, content, calls, callId }) {
 const isSaid = ({ role, content, calls }) => role !== "assistant" || content || calls;
 
 // The request for an answer behind a message; `begun` is the beginning that the answer continues.
-function bodyOf(conversation, parent, { hasChat, numSamples, begun }) {
+async function bodyOf(conversation, parent, { hasChat, numSamples, begun }) {
   const body = { ...readSettings(hasChat), ...(numSamples > 1 ? { n: numSamples } : {}) };
   const said = path(conversation, parent).filter(isSaid);
   if (!hasChat) return { ...body, prompt: said.at(-1).content + (begun ?? "") };
   const system = systemPrompt().trim() ? [{ role: "system", content: systemPrompt() }] : [];
-  const messages = [...system, ...said.map(toMessage)];
+  const messages = [...system, ...(await Promise.all(said.map(toMessage)))];
   if (begun === null) return { ...body, messages };
   return { ...body, messages: [...messages, { role: "assistant", content: begun }], continue_final_message: true };
 }
@@ -79,7 +92,7 @@ function endAll(messages, error, isStopped) {
 }
 
 // Streams an answer into messages, one for each sample; calls `onPiece` after each piece of it. Each message gets an
-// `end`: a finish reason of the server, "stopped", "lost" (with the connection) or "failed".
+// `end`: a finish reason of the server, "stopped", "lost" (with the connection) or "failed". Returns the error or null.
 export async function stream({ conversation, parent, messages, begun, hasChat, blockSize, isBranch, signal, onPiece }) {
   const began = performance.now();
   let first = null,
@@ -89,10 +102,11 @@ export async function stream({ conversation, parent, messages, begun, hasChat, b
   for (const message of messages) {
     message.end = "open";
     delete message.error;
+    delete message.refused;
   }
   try {
     const route = hasChat ? "v1/chat/completions" : "v1/completions";
-    const body = bodyOf(conversation, parent, { hasChat, numSamples: messages.length, begun });
+    const body = await bodyOf(conversation, parent, { hasChat, numSamples: messages.length, begun });
     for (const message of messages) if (messages.length > 1) message.limit = body.max_tokens;
     for await (const chunk of events(await request(route, { body, signal }))) {
       if (chunk.error) throw new Error(chunk.error.message);
@@ -107,9 +121,10 @@ export async function stream({ conversation, parent, messages, begun, hasChat, b
   }
   endAll(messages, failed, signal.aborted);
   const shared = watched?.stop();
-  if (!usage) return;
+  if (!usage) return failed;
   const times = { waited: (first ?? performance.now()) - began, wrote: first ? performance.now() - first : 0 };
   messages[0].note = noteOf({ usage, ...times, isBranch, blockSize, shared, samples: messages.length });
   if (messages.length === 1)
     messages[0].limit = (begun === null ? 0 : (messages[0].limit ?? 0)) + usage.completion_tokens;
+  return failed;
 }

@@ -2,11 +2,12 @@
 
 import { $, make } from "../base/elements.js";
 import { stream } from "./answer.js";
+import { Attachments } from "./attachments.js";
 import * as tree from "./conversations.js";
 import { Library } from "./library.js";
 import { drawMessage, fill } from "./messages.js";
 import { numSamples, startSettings } from "./settings.js";
-import { keepDraft, keptDraft } from "./storage.js";
+import { keepDraft, keepPictures, keptDraft, keptPictures } from "./storage.js";
 
 // Nearer to the end than this, the view follows the answer.
 const NEAR_PX = 80;
@@ -14,7 +15,10 @@ const NEAR_PX = 80;
 const KEEP_MS = 1000,
   REST_PER_COST = 4,
   FRAME_MS = 16;
+// Statuses of the server for what it will not answer however often it is asked.
+const REFUSED = [400, 413];
 const running = new Map();
+const attachments = new Attachments(keepPictures);
 let library = null,
   shown = null,
   hasChat = true,
@@ -31,8 +35,14 @@ const unlessBusy =
 const actions = {
   isBusy: () => isBusy(),
   redraw: () => draw(),
-  say: unlessBusy((text, parent) => say(text, parent)),
-  regenerate: unlessBusy((parent) => answer(shown, parent)),
+  say: unlessBusy((text, parent, pictures) => {
+    forget();
+    say(text, parent, pictures);
+  }),
+  regenerate: unlessBusy((parent) => {
+    forget();
+    answer(shown, parent);
+  }),
   branch: unlessBusy((message) => {
     tree.follow(shown, message);
     library.keep(shown, []);
@@ -62,6 +72,7 @@ export function startChat(status, model) {
   hasChat = status?.has_chat ?? true;
   blockSize = status?.block_size ?? null;
   startSettings(hasChat, Boolean(model?.reasoning_parser));
+  if (hasChat && model?.input_modalities?.includes("image")) attachments.start();
   library = new Library({
     onOpen: open,
     onChange: () => {
@@ -70,16 +81,22 @@ export function startChat(status, model) {
     isBusy,
   });
   library.open(library.all[0] ?? tree.create());
-  $("form").addEventListener("submit", (event) => {
+  $("form").addEventListener("submit", async (event) => {
     event.preventDefault();
     if (isBusy()) {
       running.get(shown.id).abort();
       return;
     }
-    const text = $("input").value;
-    if (!text.trim()) return;
-    type("");
-    say(text, shown.leaf);
+    const { draft } = attachments;
+    await attachments.ready;
+    const text = $("input").value,
+      { pictures } = draft;
+    if (draft !== attachments.draft || isBusy() || !(text.trim() || pictures.length)) return;
+    // Behind what was refused, everything would be: the next message takes its place.
+    const asked = refusedMessage(),
+      parent = asked ? asked.parent : shown.leaf;
+    compose("", []);
+    say(text, parent, pictures);
   });
   $("input").addEventListener("input", () => type($("input").value));
   $("input").addEventListener("keydown", (event) => {
@@ -106,10 +123,37 @@ function type(text) {
   keepDraft(shown.id, text);
 }
 
+function compose(text, pictures) {
+  type(text);
+  attachments.show(shown.id, pictures);
+}
+
 function open(conversation) {
   shown = conversation;
   draw();
-  type(keptDraft(conversation.id));
+  compose(keptDraft(conversation.id), keptPictures(conversation.id));
+}
+
+// The last message, where the server refused to answer it.
+function refusedMessage() {
+  const last = tree.find(shown, shown.leaf),
+    asked = last?.refused && tree.find(shown, last.parent);
+  return asked?.role === "user" ? asked : null;
+}
+
+// Puts what was refused back into the composer, unless something else is there by now.
+function takeBack(conversation, { id, role, content, pictures = [] }) {
+  const isAnswered = conversation.messages.some((other) => other.parent === id && (other.content || other.calls));
+  const hasDraft = keptDraft(conversation.id) || keptPictures(conversation.id).length;
+  if (role !== "user" || isAnswered || hasDraft) return;
+  keepDraft(conversation.id, content);
+  keepPictures({ id: conversation.id, pictures });
+  if (conversation === shown) compose(content, pictures);
+}
+
+// What was refused is asked in another way: it leaves the composer, where nothing of it was changed.
+function forget() {
+  if (refusedMessage()?.content === $("input").value) compose("", []);
 }
 
 function draw() {
@@ -126,8 +170,8 @@ function draw() {
   $("send").textContent = isBusy() ? "Stop" : "Send";
 }
 
-function say(text, parent) {
-  const message = tree.add(shown, parent, "user", text);
+function say(text, parent, pictures = []) {
+  const message = tree.add(shown, parent, "user", text, pictures.length ? { pictures } : {});
   library.keep(shown, [message]);
   answer(shown, message.id);
 }
@@ -174,10 +218,13 @@ async function answer(conversation, parent, begun = null) {
   if (conversation === shown) draw();
   const keeping = setInterval(() => library.keep(conversation, messages), KEEP_MS);
   const given = { conversation, parent, messages, begun: begun?.content ?? null, hasChat, blockSize, isBranch };
-  await stream({ ...given, signal: own.signal, onPiece: painter(conversation, messages) });
+  const failed = await stream({ ...given, signal: own.signal, onPiece: painter(conversation, messages) });
   clearInterval(keeping);
+  const isRefused = REFUSED.includes(failed?.status);
+  if (isRefused) for (const message of messages) message.refused = true;
   running.delete(conversation.id);
   library.keep(conversation, messages);
+  if (isRefused) takeBack(conversation, tree.find(conversation, parent));
   if (conversation === shown) draw();
   // Once, and not with every token.
   const [{ error, content }] = messages;

@@ -13,7 +13,9 @@ export const cutTitle = (text) => text.trim().replace(/\s+/g, " ").slice(0, MAX_
 
 // Adds a message behind another one (null: at the start) and shows it.
 export function add(conversation, parent, role, content, more = {}) {
-  const message = { id: newId(), parent, role, content, made: Date.now(), ...more };
+  // Later than those before, even within a millisecond: messages are sorted by it.
+  const made = Math.max(Date.now(), ...conversation.messages.map((each) => each.made + 1)),
+    message = { id: newId(), parent, role, content, made, ...more };
   conversation.messages.push(message);
   conversation.leaf = message.id;
   conversation.changed = message.made;

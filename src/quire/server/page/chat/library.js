@@ -3,12 +3,14 @@
 import { $, make, say } from "../base/elements.js";
 import { plural } from "../base/words.js";
 import { create, cutTitle, search, take } from "./conversations.js";
+import { pack, sweep, unpack } from "./pictures.js";
 import * as storage from "./storage.js";
 
 const MAX_ROWS = 300,
   DAY_MS = 86_400_000;
 
-function download(name, text) {
+async function download(name, conversations) {
+  const text = storage.toFile(await pack(conversations));
   const link = make("a", { download: name });
   link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   link.click();
@@ -38,8 +40,10 @@ export class Library {
     $("search").addEventListener("input", () => this.list());
     $("search").addEventListener("keydown", (event) => this.press(event));
     $("conversations").addEventListener("keydown", (event) => this.press(event));
-    $("export-all").addEventListener("click", () => download("conversations.json", storage.toFile(this.all)));
+    $("export-all").addEventListener("click", () => download("conversations.json", this.all));
     $("import").addEventListener("change", () => this.read());
+    const pictures = this.all.flatMap(({ messages }) => messages.flatMap((message) => message.pictures ?? []));
+    sweep(new Set(pictures.map(({ id }) => id)));
     storage.watch({
       onHead: (head) => this.takeHead(head),
       onMessage: (id, message) => this.takeMessage(id, message),
@@ -59,7 +63,7 @@ export class Library {
     $("import").value = "";
     if (!file) return;
     try {
-      const found = storage.fromFile(await file.text());
+      const found = await unpack(storage.fromFile(await file.text()));
       for (const conversation of found) this.keep(conversation);
       this.open(found[0]);
       this.note(`${plural(found.length, "conversation")} imported.`);
@@ -212,9 +216,7 @@ export class Library {
         "span",
         { className: "row-tools" },
         icon("\u270e", `Rename ${conversation.title}`, () => this.rename(conversation, row)),
-        icon("\u2913", `Export ${conversation.title}`, () =>
-          download("conversation.json", storage.toFile([conversation])),
-        ),
+        icon("\u2913", `Export ${conversation.title}`, () => download("conversation.json", [conversation])),
         icon("\u2715", `Delete ${conversation.title}`, () => {
           this.remove(conversation);
           this.focusShown();

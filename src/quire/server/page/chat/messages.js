@@ -2,6 +2,7 @@
 
 import { button, copyButton, make } from "../base/elements.js";
 import { count } from "../base/words.js";
+import { row as rowOfPictures } from "./attachments.js";
 import * as tree from "./conversations.js";
 import { show } from "./markdown.js";
 import { drawTokens, hideTokens } from "./tokens.js";
@@ -65,10 +66,8 @@ export function fill(element, message) {
   showThinking(element, text, message);
   if (message.role === "assistant") show(text, message.content);
   else text.textContent = message.content;
-  text.hidden =
-    !message.content &&
-    message.role === "assistant" &&
-    Boolean(message.calls || message.reasoning || message.end !== "open");
+  const hasOther = message.calls || message.reasoning || message.end !== "open";
+  text.hidden = !message.content && Boolean(message.role === "assistant" ? hasOther : message.pictures);
   return text;
 }
 
@@ -97,6 +96,7 @@ function drawOne(conversation, message, actions, { isSample = false } = {}) {
   if (message.role === "tool")
     element.prepend(make("div", { className: "note", textContent: `Result of ${message.name}` }));
   const text = fill(element, message);
+  if (message.pictures) text.before(rowOfPictures(message.pictures));
   if (message.calls) element.append(...cards(message, conversation.leaf === message.id && !actions.isBusy(), actions));
   if (!isWritten) element.append(...endOf(message, actions));
   element.append(toolsOf(conversation, message, text, actions, isSample));
@@ -159,10 +159,19 @@ function toolsOf(conversation, message, text, actions, isSample) {
 
 function edit(message, text, actions) {
   if (actions.isBusy()) return;
-  const area = make("textarea", { value: message.content, rows: 3 });
+  const area = make("textarea", { value: message.content, rows: 3 }),
+    pictures = [...(message.pictures ?? [])];
+  const drawPictures = () =>
+    text.previousElementSibling?.replaceWith(
+      rowOfPictures(pictures, (picture) => {
+        pictures.splice(pictures.indexOf(picture), 1);
+        drawPictures();
+        area.focus();
+      }),
+    );
   area.setAttribute("aria-label", "Edited message");
   const send = () => {
-    if (area.value.trim()) actions.say(area.value, message.parent);
+    if (area.value.trim() || pictures.length) actions.say(area.value, message.parent, pictures);
   };
   area.addEventListener("keydown", (event) => {
     if (event.key === "Escape") actions.redraw();
@@ -172,6 +181,8 @@ function edit(message, text, actions) {
     }
   });
   const sendIt = button("Send", "the edited message, as a new branch", send);
+  drawPictures();
+  text.hidden = false;
   text.replaceChildren(area, sendIt, button("Cancel", "editing", actions.redraw));
   area.focus();
 }

@@ -124,6 +124,7 @@ function readConversation({ messages, title, leaf }, number) {
       !ids.has(message.id) &&
       ROLES.includes(message.role) &&
       typeof message.content === "string" &&
+      (message.pictures === undefined || (Array.isArray(message.pictures) && message.pictures.every(Boolean))) &&
       (message.parent === null || ids.has(message.parent));
     if (isKnown) ids.add(message.id);
     return isKnown;
@@ -141,14 +142,22 @@ function readConversation({ messages, title, leaf }, number) {
   return made;
 }
 
-export const keptDraft = (id) => sessionStorage.getItem(`quire.draft.${id}`) ?? "";
+const draftKey = (id) => `quire.draft.${id}`,
+  picturesKey = (id) => `quire.pictures.${id}`;
 
-// What was typed and not sent yet is kept for its conversation until the tab is closed.
-export function keepDraft(id, text) {
+export const keptDraft = (id) => sessionStorage.getItem(draftKey(id)) ?? "";
+export const keptPictures = (id) => read(sessionStorage.getItem(picturesKey(id))) ?? [];
+
+function keepForTab(key, text) {
   try {
-    if (text) sessionStorage.setItem(`quire.draft.${id}`, text);
-    else sessionStorage.removeItem(`quire.draft.${id}`);
+    if (text) sessionStorage.setItem(key, text);
+    else sessionStorage.removeItem(key);
   } catch {
     /* no room */
   }
 }
+
+// What was typed and not sent yet is kept for its conversation until the tab is closed, and so are its pictures.
+export const keepDraft = (id, text) => keepForTab(draftKey(id), text);
+export const keepPictures = ({ id, pictures }) =>
+  keepForTab(picturesKey(id), pictures.length ? JSON.stringify(pictures) : "");
