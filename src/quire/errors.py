@@ -289,6 +289,18 @@ class TextsFull(QueueFull):
         self.retry_after_s = 1
 
 
+class ImagesFull(QueueFull):
+    """Too many bytes of images wait to be encoded; the client should retry later.
+
+    Args:
+        limit: maximum number of waiting bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        RequestError.__init__(self, f"images of {limit >> 20:,} MiB wait to be encoded; retry after 1 s")
+        self.retry_after_s = 1
+
+
 class PinLimitReached(RequestError):
     """A prefix whose pin would exceed `pin_limit`.
 

@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from quire import LLM, SamplingParams
+from quire.engine.inputs import tokenizer_pool
 from quire.engine.inputs.tokenizer_pool import FETCH_THREADS, TokenizerPool
 from quire.engine.outputs.outputs import RequestOutput
-from quire.errors import ConfigError, InvalidParameter, PromptTooLong, RequestError, UnsupportedFeature
+from quire.errors import ConfigError, ImagesFull, InvalidParameter, PromptTooLong, RequestError, UnsupportedFeature
 from tests.images.tiny_model import PAD, data_url, picture, save, url_part
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -227,3 +228,25 @@ def test_a_slow_host_delays_no_other_image(llm: LLM, monkeypatch: pytest.MonkeyP
         may_answer.set()
         pool.close()
     assert pool._num_waiting == 0
+
+
+def test_waiting_images_are_limited_in_bytes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_pool, "MAX_PATCH_BYTES", 1)
+    pool = TokenizerPool(llm.engine.requests, llm.tokenizer, llm.resolved.max_model_len)
+
+    async def scenario() -> None:
+        prompt = await pool.render([{"role": "user", "content": [url_part(FIRST)]}])
+        for _ in range(2):
+            first = await pool.prepare([prompt], GREEDY, add_special_tokens=False)
+            # 60 patches of two frames with 3 channels of 4 x 4 pixels, in float32.
+            assert pool._patches.num_bytes() == 60 * 2 * 3 * 16 * 4
+            with pytest.raises(ImagesFull, match="retry after 1 s"):
+                await pool.prepare([prompt], GREEDY, add_special_tokens=False)
+            del first
+            await asyncio.sleep(0.05)  # until then, the loop holds the result of its last future
+            assert pool._patches.num_bytes() == 0
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        pool.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import anthropic
@@ -16,6 +18,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from tests.images.tiny_model import PAD, data_url, in_base64, picture, save, url_part
+from tests.server.hostile import forms
 from tests.server.process import PATIENCE_S, ServerProcess, running
 
 NUM_TOKENS = 6
@@ -213,9 +216,9 @@ def test_the_clients_of_each_protocol_send_images(server: ServerProcess, expecte
         )
         assert message.content[0].text == text  # type: ignore[union-attr]
     options = {"num_predict": NUM_TOKENS, "temperature": 0}
-    line = ollama.Client(server.url).chat(
-        "tiny", [{"role": "user", "content": "What are these?", "images": [FIRST, SECOND]}], options=options
-    )
+    with ollama.Client(server.url) as third:
+        turn = {"role": "user", "content": "What are these?", "images": [FIRST, SECOND]}
+        line = third.chat("tiny", [turn], options=options)
     assert line.message.content == text
     assert "vision" in server.post("/api/show", {"model": "tiny"}).json()["capabilities"]
 
@@ -225,12 +228,19 @@ def image_url(url: str) -> dict[str, Any]:
 
 
 URL = "messages[0].content[0].image_url.url"
-# A head of a PNG of 60,000 x 60,000 pixels.
-BOMB = picture(8, 8, 0)[:16] + (60_000).to_bytes(4, "big") * 2 + picture(8, 8, 0)[24:]
+
+
+def bomb() -> bytes:
+    """Return a PNG that says that it has 60,000 x 60,000 pixels."""
+    small = picture(8, 8, 0)
+    head = small[12:16] + (60_000).to_bytes(4, "big") * 2 + small[24:29]
+    return small[:12] + head + zlib.crc32(head).to_bytes(4, "big") + small[33:]
+
+
 # The part, the name of the field at fault, and words of the error.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (url_part(FIRST[:100]), URL, "must be an image of PNG, JPEG, WEBP or GIF"),
-    (url_part(BOMB), URL, ""),
+    (url_part(bomb()), URL, "60000x60000 pixels, more than"),
     (url_part(b"GIF89a"), URL, "must be an image"),
     (url_part(b""), URL, "must be an image"),
     (image_url("data:image/png;base64,abc"), URL, "base64"),
@@ -324,10 +334,33 @@ def test_each_protocol_names_its_own_field(server: ServerProcess) -> None:
         assert message.startswith(f"{field} "), message
 
 
+def test_hostile_parts_are_refused(server: ServerProcess) -> None:
+    rng = Random(45)
+    for _ in range(120):
+        part = forms.image(rng)
+        content = [part] if rng.random() < 0.5 else [part, {"type": "text", "text": "a"}]
+        turn = {"role": rng.choice(["user", "user", "tool"]), "content": content, "tool_call_id": "a"}
+        path, body = rng.choice(
+            [
+                ("/v1/chat/completions", {"messages": [turn]}),
+                ("/v1/messages", {"messages": [turn]}),
+                ("/v1/responses", {"input": [turn]}),
+                ("/tokenize", {"messages": [turn]}),
+                ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": [*part.values()]}]}),
+                ("/api/generate", {"prompt": "a", "images": part.get("image_url", ["a"])}),
+            ]
+        )
+        response = server.post(path, asked(path, body))
+        assert response.status_code in (200, 400), (path, body, response.text)
+        # Heads of files without an image, and what names none.
+        assert "passwd" not in response.text or response.status_code == 400
+    server.wait_until_idle()
+
+
 def test_streams_go_on_beside_images(server: ServerProcess) -> None:
     """A stream of text has all its tokens while large and hostile images are decoded beside it."""
     body = {"messages": [{"role": "user", "content": "Go."}], "stream": True, **GREEDY, "max_tokens": 60}
-    hostile = [url_part(BOMB), url_part(picture(900, 600, 1, "WEBP")[:50_000]), url_part(picture(1500, 1000, 1))]
+    hostile = [url_part(bomb()), url_part(picture(900, 600, 1, "WEBP")[:50_000]), url_part(picture(1500, 1000, 1))]
     statuses: list[int] = []
 
     def attack() -> None:

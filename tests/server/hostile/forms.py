@@ -115,6 +115,24 @@ def tools(rng: Random) -> dict[str, Any]:
     return fields
 
 
+def image(rng: Random) -> dict[str, Any]:
+    """Return a part of a message that is not quite an image, in the form of one of the protocols."""
+    urls = ["http://localhost:1/x", "file:///etc/passwd", "data:,x", "", "gopher://x", "data:" + ";" * 5000]
+    urls += ["data:image/png;base64,iVBORw0KGgo=", "data:image/gif;base64,R0lGODlh", "data:image/png;base64,%ff="]
+    url: Any = rng.choice([*urls, values.text(rng), values.value(rng)])
+    detail = rng.choice(["low", "high", values.scalar(rng)])
+    source = {"type": rng.choice(["base64", "url", "file", values.scalar(rng)]), "media_type": "image/png"}
+    return rng.choice(
+        [
+            {"type": "image_url", "image_url": rng.choice([{"url": url}, {"url": url, "detail": detail}, url])},
+            {"type": "input_image", "image_url": url, "detail": detail},
+            {"type": "image", "source": rng.choice([{**source, "data": url, "url": url}, url])},
+            {"type": "image", "image": url},
+            {"type": rng.choice(["x", "video_url", "file"]), "image_url": {"url": url}},
+        ]
+    )
+
+
 def messages(rng: Random) -> list[Any]:
     """Return a conversation."""
     made: list[Any] = []
@@ -123,8 +141,7 @@ def messages(rng: Random) -> list[Any]:
         contents = [values.text(rng), None, "", [{"type": "text", "text": values.text(rng)}], values.value(rng)]
         message: Any = {"role": role, "content": rng.choice(contents)}
         if rng.random() < 0.2:
-            url = rng.choice(["http://localhost:1/x", "file:///etc/passwd", "data:,x", "", "gopher://x"])
-            message["content"] = [{"type": rng.choice(["image_url", "x"]), "image_url": {"url": url}}]
+            message["content"] = [image(rng) for _ in range(rng.choice([1, 1, 2, 40]))]
         if rng.random() < 0.2:
             arguments = rng.choice(['{"city": "x"}', "{", "null", "[" * 500, values.text(rng), {"city": 1}])
             call = {"id": values.scalar(rng), "type": "function", "function": {"name": "now", "arguments": arguments}}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
+from weakref import finalize
 
 from quire.engine.inputs.prompts import Prompt, TextPair, too_long
 from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
-from quire.errors import InvalidParameter, RequestError, TextsFull, UnsupportedFeature
+from quire.errors import ImagesFull, InvalidParameter, RequestError, TextsFull, UnsupportedFeature
 from quire.platform.threads import WorkerThreads
+from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import NO_SAMPLING, Pooling, PromptedText
 from quire.text.chat.chat_prompt import ChatPrompt
@@ -32,6 +35,8 @@ IMAGE_THREADS = 2
 FETCH_THREADS = 16
 # Limit of the characters of waiting long texts and chats: 32 bodies of the default largest size.
 MAX_WAITING_CHARS = 1 << 28
+# Limit of the bytes of patches of images in requests; those of 16 megapixels take 384 MiB.
+MAX_PATCH_BYTES = 2 << 30
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -64,6 +69,7 @@ class TokenizerPool:
         self._chats = WorkerThreads(MAX_PROCESSES, "quire-chats")
         self._images = WorkerThreads(IMAGE_THREADS, "quire-images")
         self._fetches = WorkerThreads(FETCH_THREADS, "quire-fetches")
+        self._patches = LivePatches()
         self._num_waiting = 0
 
     @property
@@ -89,9 +95,13 @@ class TokenizerPool:
 
         if not any(isinstance(prompt, ChatPrompt) and prompt.images for prompt in prompts):
             return await self.run(length, partial(_prepare_each, prompts, prepare))
+        if self._patches.num_bytes() >= MAX_PATCH_BYTES:
+            raise ImagesFull(MAX_PATCH_BYTES)
         with self._waiting(length):
             async with self._loaded(prompts) as loaded:
                 prepared = await self._images.run(partial(_prepare_each, loaded, prepare))
+        for each in prepared:
+            self._patches.add(each.prompt.media)
         self._images.give_back_soon()
         return prepared
 
@@ -212,6 +222,29 @@ class TokenizerPool:
         if self._tokenizer is None:
             raise UnsupportedFeature("prompt", "this engine runs without a tokenizer; give token ids")
         return self._tokenizer
+
+
+class LivePatches:
+    """Counts the bytes of patches that requests hold; for one thread."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        # Sizes of patches that were freed, in any thread and at any time.
+        self._freed: deque[int] = deque()
+
+    def num_bytes(self) -> int:
+        """Return the number of bytes."""
+        while self._freed:
+            self._num_bytes -= self._freed.popleft()
+        return self._num_bytes
+
+    def add(self, media: Sequence[Media]) -> None:
+        """Count the patches of a prompt until they are freed."""
+        for medium in media:
+            values = getattr(medium.embeddings, "values", None)
+            if values is not None:
+                self._num_bytes += values.nbytes
+                finalize(values, self._freed.append, values.nbytes).atexit = False
 
 
 def _prepare_each(prompts: Sequence[P], prepare: Callable[[P], PreparedRequest]) -> list[PreparedRequest]:

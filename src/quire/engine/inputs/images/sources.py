@@ -25,7 +25,7 @@ from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.platform.bounded.files import read_file, reason_of
 
 MAX_BYTES: Final = 20 << 20
-# Of URLs without data, which the library that divides them keeps for a while.
+# The library that divides URLs keeps the last ones in memory.
 MAX_URL_CHARS: Final = 1 << 13
 FETCH_TIMEOUT_S: Final = 10.0
 # Characters of base64 that one call, which holds the interpreter's lock, decodes; a multiple of 4.
