@@ -17,6 +17,7 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.pool.pool import NULL_BLOCK
 from quire.memory.pool.recent_changes import RecentChanges
 from quire.memory.prefix.prompt_embeddings import read_entries
+from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.token_chain import TOKEN_BYTES, Namespace
 from quire.memory.results import Tier
 from quire.memory.usage import Usage
@@ -158,8 +159,17 @@ def _pools_of(memory: KVCacheManager, held_media: dict[tuple[Tier, int], set[int
         pinned = frozenset(memory.pins.blocks(idx)) if tier is Tier.DEVICE else frozenset[int]()
         media = frozenset[int]()
         if not group.is_recurrent:  # a recurrent state has no rows
-            media = pool.index.media_blocks() | held_media.get((tier, idx), media)
+            media = _published_media(pool.index) | held_media.get((tier, idx), set())
         yield PoolBlocks(tier, idx, pool.ref_counts.copy(), pool.index.nodes(), pinned, media, recent)
+
+
+def _published_media(index: PublishedBlocks) -> frozenset[int]:
+    """Return the published blocks that hold rows of media; with any, in time linear in the blocks of the pool."""
+    if not index.tree.has_media:
+        return frozenset()
+    nodes = enumerate(index.nodes())
+    positions = (index.position_of(block_id) for block_id, node in nodes if node is not None and node.entries)
+    return frozenset(index.at(where) for where in positions if where is not None and where[1] in where[0].entries)
 
 
 def _media_in_tables(scheduler: Scheduler) -> dict[tuple[Tier, int], set[int]]:

@@ -80,14 +80,6 @@ class PublishedBlocks:
         """Return all published blocks."""
         return [block_id for block_id in range(len(self._nodes)) if block_id in self]
 
-    def media_blocks(self) -> frozenset[int]:
-        """Return the published blocks that hold rows of media; with any, in time linear in the blocks of the pool."""
-        if not self.tree.has_media:
-            return frozenset()
-        nodes = {node for node in self._nodes if node is not None and node.entries}
-        found = {node.block_at(self._pool_idx, position) for node in nodes for position in node.entries}
-        return frozenset(found - {NULL_BLOCK})
-
     def split(self, block_ids: Sequence[int]) -> tuple[Sequence[int], list[int]]:
         """Return the published blocks, and the other ones."""
         nodes = self._nodes
