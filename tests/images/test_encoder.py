@@ -118,7 +118,7 @@ def test_gemma3_features_are_those_of_transformers(ops: Ops) -> None:
     theirs = Gemma3Model(Gemma3Config(**config)).eval()
     random_weights(theirs)
     spec, names = gemma3_vision(HFConfig(config))
-    tensors = {f"model.{name}": tensor for name, tensor in theirs.state_dict().items() if "language_model" not in name}
+    tensors = {name: tensor for name, tensor in theirs.state_dict().items() if "language_model" not in name}
     encoder = built(spec, names, tensors, ops)
     image = torch.randn(1, 3, 48, 48)
     places = PatchGrid(12, 12, 3).places(torch.device("cpu"))

@@ -47,6 +47,11 @@ class CapacityQueries:
         refusal = never_fits(arena, groups, num_tokens, self._num_slabs, width=width, num_shared=num_shared)
         return refusal is None
 
+    def can_step(self, num_tokens: int, step_tokens: int) -> bool:
+        """Return whether a sequence alone surely reaches `num_tokens` tokens with steps of `step_tokens`."""
+        blocks = [group.spec.peak_blocks(num_tokens, step_tokens) for group in self._tables.groups]
+        return self._tables.arena.layout.num_filled(blocks) <= self._num_slabs
+
     def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
         """Return the number of blocks of each group that a live sequence still needs to reach `num_tokens` tokens."""
         state = self._tables.resident(seq_id)

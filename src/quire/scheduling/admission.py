@@ -97,7 +97,19 @@ class Admission:
             raise InvalidParameter(name, params.num_sequences, f"at most max_num_seqs ({self._max_num_seqs})")
         if self._whole_prompts and request.num_prompt > self._max_num_batched_tokens:
             raise PromptTooLong(request.num_prompt, self._max_num_batched_tokens, "the token budget of a step")
+        self._check_least_step(request)
         _check_can_ever_fit(self._memory, request)
+
+    def _check_least_step(self, request: Request) -> None:
+        """Refuse a medium that sees itself, and that no step can have whole."""
+        if (least := request.least_step) == 1:
+            return
+        most = self._max_num_batched_tokens - self._max_num_seqs  # each of the others may have a token in the step
+        if least > most:
+            raise InvalidParameter("prompt", f"an image of {least} tokens", f"one with images of at most {most} tokens")
+        if not self._memory.capacity.can_step(request.max_total_tokens, least):
+            allowed = "one whose images fit into the KV cache whole, after what their rows see"
+            raise InvalidParameter("prompt", f"an image of {least} tokens", allowed)
 
     @property
     def _has_running(self) -> bool:
@@ -139,7 +151,7 @@ class Admission:
         if is_swapped:
             status = self._swap_in_status(coming, budget)
         else:
-            status = self._allocate_status(first, memory.match_prefix(first.chain, first.request.hit_limit), budget)
+            status = self._allocate_status(first, self._match(first), budget)
         if status.verdict is Verdict.OK:
             return num_slots > budget.num_slots
         # An upper bound, in bytes of the limiting group: other sequences may hold some of the blocks too.
@@ -177,12 +189,12 @@ class Admission:
             return False
         if self._whole_prompts and num_tokens > budget.num_tokens:
             return False
-        hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
+        hit = self._match(sequence)
         step = self._max_num_batched_tokens
         status = self._allocate_status(sequence, hit, budget)
         if status.verdict is Verdict.LATER and not self._has_running:
-            # Without running sequences, it is enough if the sequence fits one token a step.
-            step = 1
+            # Without running sequences, it is enough if the sequence fits one token a step, or one image.
+            step = sequence.request.least_step
             status = memory.capacity.can_allocate(num_tokens, hit, step)
         if status.verdict is Verdict.LATER:
             return False
@@ -190,14 +202,23 @@ class Admission:
             raise InvariantViolation("S3", f"sequence {sequence.seq_id} can never fit: {status}")
         memory.allocate(sequence.seq_id, sequence.chain, hit)
         count = memory.step_limit(sequence.seq_id, min(num_tokens - hit.num_tokens, budget.num_tokens))
-        while not memory.append_slots((sequence.seq_id,), count):
+        count = sequence.request.whole_media(hit.num_tokens, count)
+        while count and not memory.append_slots((sequence.seq_id,), count):
             if count <= step:
                 raise InvariantViolation("S2", f"sequence {sequence.seq_id} was promised memory: {status}")
-            count //= 2
+            count = sequence.request.whole_media(hit.num_tokens, max(count // 2, step))
         self._count_hit(sequence, hit)
         sequence.num_computed = hit.num_tokens
         self._enter(sequence, count, budget)
         return True
+
+    def _match(self, sequence: Sequence) -> PrefixHit:
+        """Return the longest prefix hit of a sequence, which ends inside no medium that sees itself."""
+        request = sequence.request
+        hit = self._memory.match_prefix(sequence.chain, request.hit_limit)
+        while (end := request.whole_media(0, hit.num_tokens)) < hit.num_tokens:
+            hit = self._memory.match_prefix(sequence.chain, end)
+        return hit
 
     def _swap_in(self, first: Sequence, budget: StepBudget) -> bool:
         """Swap in the samples of a request, if all their tokens fit; samples that get slots are scheduled.
@@ -221,6 +242,7 @@ class Admission:
         for group in lockstep_groups(siblings):
             count = min(group[0].num_pending, budget.num_tokens // len(group))
             count = memory.step_limit(group[0].seq_id, count)
+            count = group[0].request.whole_media(group[0].num_computed, count)
             if count and not append_to_group(memory, group, count):
                 count = 0
             for sequence in group:

@@ -92,6 +92,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens: int | None = None
+        # Tokens that the largest chunk of a request so far has at least: images that see themselves are not cut.
+        self._least_step = 1
         self.observer: SchedulerObserver | None = None
         self.stats = SchedulerStats()
         self._queues = Queues()
@@ -139,6 +141,7 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id!r} exists already")
         self._admission.check(request)
+        self._least_step = max(self._least_step, request.least_step)
         if self.observer is not None:
             self.observer.add(request)
         self._registry.add(request)
@@ -363,7 +366,7 @@ class Scheduler:
         # The sequence to admit has a slot, so at least one token is left for a running prompt.
         spare = self.max_num_batched_tokens - num_decoding - leaves_room
         if num_decoding and self.chunk_tokens is not None:
-            spare = min(spare, self.chunk_tokens)
+            spare = min(spare, max(self.chunk_tokens, self._least_step))
         proposals = self.drafts.propose(pending_counts, spare) if self.drafter and not leaves_room else {}
         # The others decode, belong to no beam search and have no drafts; consecutive ones share a call.
         singles = {sequence for sequence, count in zip(running, pending_counts, strict=True) if count != 1}
@@ -387,7 +390,10 @@ class Scheduler:
                 spare -= num_rows
                 scheduled[first] = 1
             else:
-                count = 1 if pending == 1 else memory.step_limit(first.seq_id, min(pending, spare))
+                count = 1
+                if pending > 1:
+                    count = memory.step_limit(first.seq_id, min(pending, spare))
+                    count = first.request.whole_media(first.num_computed, count)
                 count = self._append_or_preempt(group, count, position)
                 if pending > 1:
                     spare -= count
@@ -405,7 +411,9 @@ class Scheduler:
             if unscheduled:
                 self.preemption.preempt(unscheduled)
             else:
-                count = count // 2 if position == 0 else 0
+                request, least = group[0].request, group[0].request.least_step
+                count = request.whole_media(group[0].num_computed, max(count // 2, least)) if count > least else 0
+                count = 0 if position else count
         return count
 
     def _items(self, scheduled: dict[Sequence, int]) -> tuple[ScheduledSequence, ...]:

@@ -16,8 +16,10 @@ class Media(NamedTuple):
             outputs of the first D layers, in models with so many deepstack layers; opaque to the control plane.
         grid: numbers of rows and columns of an image's tokens, for models that rotate heads by them; None for tokens
             in a line.
+        sees_itself: True if its tokens see each other, also forward: a step computes all of them, or none.
     """
 
     span: MediaSpan
     embeddings: object
     grid: tuple[int, int] | None = None
+    sees_itself: bool = False

@@ -256,6 +256,19 @@ class Request:
         return tuple(sorted(self.end_ids))
 
     @property
+    def least_step(self) -> int:
+        """Number of tokens that a step must have room for: those of the largest medium that sees itself, or 1."""
+        return max([one.span.num_tokens for one in self.media if one.sees_itself], default=1)
+
+    def whole_media(self, start: int, count: int) -> int:
+        """Return how many of `count` tokens from index `start` on end inside no medium that sees itself."""
+        end = start + count
+        for one in self.media:
+            if one.sees_itself and one.span.start < end < one.span.end:
+                return max(0, one.span.start - start)
+        return count
+
+    @property
     def hit_limit(self) -> int | None:
         """Number of prompt tokens that a prefix hit may cover, None for all.
 

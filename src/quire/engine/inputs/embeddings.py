@@ -44,8 +44,8 @@ class EmbeddingsReader:
         Args:
             value: a list of mappings with `offset` (index of the first replaced token) and `embeddings`, a tensor
                 [tokens, E]. With D deepstack layers it may be [tokens, (1 + D) E]: what is added to the tokens after
-                each of the first D layers follows. Models that rotate heads by the rows and columns of an image take
-                its `grid` too: numbers of rows and columns of tokens.
+                each of the first D layers follows. Models that treat the tokens of an image in another way than others
+                take its `grid` too: numbers of rows and columns of tokens.
             num_tokens: number of tokens of the prompt.
 
         Raises:
@@ -64,7 +64,8 @@ class EmbeddingsReader:
         return tuple(media for _, media in placed)
 
     def _read_one(self, field: str, value: object, num_tokens: int) -> Media:
-        has_grid = self._image_rows.sections is not None
+        rows = self._image_rows
+        has_grid = rows.sections is not None or rows.see_each_other
         if not isinstance(value, Mapping) or set(value) - ({_GRID} if has_grid else set()) != _FIELDS:
             shown = sorted(map(str, value)) if isinstance(value, Mapping) else value
             fields = "offset, embeddings and perhaps grid" if has_grid else "offset and embeddings"
@@ -78,7 +79,8 @@ class EmbeddingsReader:
             allowed = f"an integer from 0 to {most}, as the prompt has {num_tokens} tokens and this stands for {count}"
             raise InvalidParameter(f"{field}.offset", offset, allowed)
         grid = self._grid(f"{field}.{_GRID}", value.get(_GRID), count)
-        return Media(MediaSpan(offset, count, self._digest(embeddings, grid)), embeddings, grid)
+        span = MediaSpan(offset, count, self._digest(embeddings, grid))
+        return Media(span, embeddings, *rows.of_grid(grid))
 
     def _grid(self, field: str, value: object, num_tokens: int) -> tuple[int, int] | None:
         """Return numbers of rows and columns."""

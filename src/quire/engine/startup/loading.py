@@ -178,7 +178,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
         disk_prefetch=disk_prefetch,
         # Keyed with the memory manager's secret, which is stored with a prefix cache on disk.
         media_reader=_media_reader(model, memory),
-        image_reader=open_image_reader(vision, checkpoint, config, memory, parts),
+        image_reader=open_image_reader(vision, model.spec, checkpoint, config, resolved, memory, parts),
         speculation=speculation,
         grammars=grammars,
         hand_over=hand_over,

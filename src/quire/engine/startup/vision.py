@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from quire.config import EngineConfig, ModelConfig, MultimodalConfig
+from quire.config import EngineConfig, ModelConfig, MultimodalConfig, ResolvedConfig
 from quire.engine.inputs.images.processing import ImageProcessing
 from quire.engine.inputs.images.reader import ImageReader
 from quire.engine.inputs.images.settings import read_processing, read_settings
@@ -22,6 +22,7 @@ from quire.models.checkpoints.vision_files import find_vision
 from quire.models.families.vision_towers import image_token_id
 from quire.models.loading.vision import load_vision_encoder
 from quire.models.modules.vision_encoder import VisionEncoder
+from quire.models.specs.spec import ModelSpec
 from quire.platform.bounded.files import user_path
 
 INSTALL: Final = "pip install 'quire[vision]'"
@@ -88,17 +89,32 @@ def load_vision(
 
 
 def open_image_reader(
-    vision: Vision | None, checkpoint: Checkpoint, config: EngineConfig, memory: KVCacheManager, parts: ExitStack
+    vision: Vision | None,
+    spec: object,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    memory: KVCacheManager,
+    parts: ExitStack,
 ) -> ImageReader | None:
     """Return the reader of prompts' images, which `parts` closes; None without an encoder.
 
     Images are identified with the memory manager's secret, which is stored with a prefix cache on disk.
 
     Raises:
-        ConfigError: `allowed_local_media_path` is no folder.
+        ConfigError: `allowed_local_media_path` is no folder, or a step has no room for an image that must be in one.
     """
     if vision is None:
         return None
+    assert isinstance(spec, ModelSpec), "an encoder of images beside another model than a decoder"
+    # Each other sequence may have a token in the step that has a whole image.
+    least = resolved.max_num_seqs + vision.processing.max_tokens
+    if spec.image_rows.see_each_other and resolved.max_num_batched_tokens < least:
+        raise ConfigError(
+            f"max_num_batched_tokens must be at least {least}, got {resolved.max_num_batched_tokens}: a step must hold"
+            f" an image of {vision.processing.max_tokens} tokens beside max_num_seqs ({resolved.max_num_seqs})",
+            field="max_num_batched_tokens",
+        )
     images = config.multimodal
     folder = None if images.allowed_local_media_path is None else user_path(images.allowed_local_media_path)
     if folder is not None and not folder.is_dir():
@@ -108,6 +124,7 @@ def open_image_reader(
     reader = ImageReader(
         vision.processing,
         image_token_id(checkpoint.config),
+        spec.image_rows,
         form,
         key,
         max_images=images.max_images,

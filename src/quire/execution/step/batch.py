@@ -13,10 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.execution.step.image_positions import image_positions
+from quire.execution.step.image_rows import image_positions, joint_rows
 from quire.execution.step.pinned import placed
 from quire.execution.step.row_layout import RowLayout, layout_kernels
 from quire.models.modules.blocks import OutputRows
+from quire.models.modules.image_attention import ImageAttentionBatch
 from quire.models.specs.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface.ops import AttentionBatch, StateBatch
 from quire.platform.prefault import CacheUse
@@ -33,7 +34,7 @@ class Batch:
 
     Args:
         input_ids: [T] of int64, the items' tokens, concatenated.
-        positions: [T] of int64; [3, T] with rows of images, see `quire.execution.step.image_positions`.
+        positions: [T] of int64; [3, T] with rows of images, see `quire.execution.step.image_rows`.
         groups: one batch per cache group: an `AttentionBatch` or a `StateBatch`.
         row_starts: S + 1 row indices; item `s` owns rows `[row_starts[s], row_starts[s + 1])`.
     """
@@ -166,6 +167,11 @@ class BatchBuilder:
         if self._media:
             indices = positions if isinstance(positions, Tensor) else torch.tensor(positions, dtype=torch.int64)
             positions = image_positions(indices, items, row_starts, self._media)
+            if images := joint_rows(items, row_starts, self._media):
+                groups = [
+                    ImageAttentionBatch.of(group, images) if isinstance(group, AttentionBatch) else group
+                    for group in groups
+                ]
         return Batch(input_ids, self._placed(positions), tuple(groups), row_starts)
 
     def lay_out_ends(

@@ -42,7 +42,7 @@ class MultimodalEmbeddings:
         parts: list[Tensor] = []
         for item, row_start in zip(items, row_starts, strict=False):
             end = item.start + len(item.token_ids)
-            for span, embeddings, _ in self.by_sequence.get(item.seq_id, ()):
+            for span, embeddings, *_ in self.by_sequence.get(item.seq_id, ()):
                 first, last = max(span.start, item.start), min(span.end, end)
                 if first < last:
                     rows.append(torch.arange(first, last) + (row_start - item.start))

@@ -18,7 +18,7 @@ from quire.models.families.hf_config import (
 )
 from quire.models.families.llama_layout import map_weights, read_attention
 from quire.models.specs.rotations import Rope
-from quire.models.specs.spec import GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
+from quire.models.specs.spec import GatedMLP, ImageRows, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 # Values of fields that checkpoints leave out.
 DEFAULTS: Final[Mapping[str, Any]] = {
@@ -78,7 +78,8 @@ def gemma3(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
 def gemma3_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read the language model of a `Gemma3ForConditionalGeneration`, without the vision encoder."""
     config.require("tie_word_embeddings", None, True)
-    return gemma3(text_config(config), "language_model.model")
+    spec, names = gemma3(text_config(config), "language_model.model")
+    return replace(spec, image_rows=ImageRows(see_each_other=True)), names
 
 
 def read_ropes(config: HFConfig) -> tuple[Rope, Rope]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from quire.errors import CheckpointError
 from quire.models.families.encoder_layout import read_elementwise, read_heads
 from quire.models.families.hf_config import HFConfig, text_config
-from quire.models.families.llama_layout import map_modules
+from quire.models.families.llama_layout import map_modules, renamed_sources
 from quire.models.specs.encoder_spec import EncoderLayer, EncoderMLP
 from quire.models.specs.norm_spec import LayerNorm, RMSNorm
 from quire.models.specs.spec import WeightMap
@@ -40,6 +42,9 @@ _SIGLIP_LAYER: Final[Mapping[str, tuple[str, ...]]] = {
 _QWEN_PREFIX: Final = "model.visual"
 # Field that is added to the configuration of files with a tensor for each frame of a patch, numbered after the first.
 FRAMES_APART: Final = "frames_of_patches_are_apart"
+_SIGLIP_PREFIX, _SIGLIP_PROJECTOR = "vision_tower", "multi_modal_projector"
+# Older checkpoints have one more module in between.
+_SIGLIP_INNER: Final = "vision_tower.vision_model"
 
 
 def qwen_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
@@ -120,7 +125,7 @@ def gemma3_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
         out_width=text_config(config).integer("hidden_size"),
         merger=AveragedSquares(RMSNorm(norm.eps, zero_centred=True)),
     )
-    tower, projector = "model.vision_tower", "model.multi_modal_projector"
+    tower, projector = _SIGLIP_PREFIX, _SIGLIP_PROJECTOR
     names: WeightMap = {
         "positions.weight": (f"{tower}.embeddings.position_embedding.weight",),
         "merger.norm.weight": (f"{projector}.mm_soft_emb_norm.weight",),
@@ -133,26 +138,40 @@ def gemma3_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
 
 
 # Name under "architectures" in a checkpoint's config.json -> reader of its vision encoder.
-TOWERS: Final[Mapping[str, Callable[[HFConfig], tuple[VisionSpec, WeightMap]]]] = dict.fromkeys(
-    (
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLMoeForConditionalGeneration",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
-    ),
-    qwen_vision,
-)
+TOWERS: Final[Mapping[str, Callable[[HFConfig], tuple[VisionSpec, WeightMap]]]] = {
+    "Gemma3ForConditionalGeneration": gemma3_vision,
+    "Qwen3VLForConditionalGeneration": qwen_vision,
+    "Qwen3VLMoeForConditionalGeneration": qwen_vision,
+    "Qwen3_5ForConditionalGeneration": qwen_vision,
+    "Qwen3_5MoeForConditionalGeneration": qwen_vision,
+}
+# Field of config.json with the token of an image, and its default.
+_IMAGE_TOKENS: Final[Mapping[Callable[[HFConfig], tuple[VisionSpec, WeightMap]], tuple[str, int]]] = {
+    gemma3_vision: ("image_token_index", 262144),
+    qwen_vision: ("image_token_id", 151655),
+}
+_PREFIXES: Final = tuple(f"{name}." for name in (_QWEN_PREFIX, _SIGLIP_PREFIX, _SIGLIP_PROJECTOR))
 
 
-def build_vision(config: Mapping[str, Any]) -> tuple[VisionSpec, WeightMap] | None:
-    """Return the vision encoder of a checkpoint whose images can be prompts, and its tensors; None for others."""
+def build_vision(config: Mapping[str, Any], tensors: Iterable[str]) -> tuple[VisionSpec, WeightMap] | None:
+    """Return the vision encoder of a checkpoint whose images can be prompts, and its tensors; None for others.
+
+    Args:
+        config: fields of config.json.
+        tensors: names of the checkpoint's tensors.
+    """
     reader = _find_tower(config)
-    return None if reader is None else reader(HFConfig(config))
+    if reader is None:
+        return None
+    spec, names = reader(HFConfig(config))
+    if any(name.startswith(f"{_SIGLIP_INNER}.") for name in tensors):
+        names = renamed_sources(names, partial(re.sub, f"^{_SIGLIP_PREFIX}\\.", f"{_SIGLIP_INNER}."))
+    return spec, names
 
 
 def is_of_vision(config: Mapping[str, Any], tensor: str) -> bool:
     """Return whether a tensor is one of a vision encoder in `TOWERS`, and so no part of the decoder."""
-    return tensor.startswith(f"{_QWEN_PREFIX}.") and _find_tower(config) is not None
+    return tensor.startswith(_PREFIXES) and _find_tower(config) is not None
 
 
 def _find_tower(config: Mapping[str, Any]) -> Callable[[HFConfig], tuple[VisionSpec, WeightMap]] | None:
@@ -162,7 +181,8 @@ def _find_tower(config: Mapping[str, Any]) -> Callable[[HFConfig], tuple[VisionS
 
 def image_token_id(config: Mapping[str, Any]) -> int:
     """Return the token that stands for an image in texts, as chat templates write it."""
-    return HFConfig(config).count("image_token_id", 151655)
+    name, default = _IMAGE_TOKENS[_find_tower(config) or qwen_vision]
+    return HFConfig(config).count(name, default)
 
 
 def _vision_config(config: HFConfig) -> HFConfig:

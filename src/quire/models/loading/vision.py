@@ -29,7 +29,7 @@ def load_vision_encoder(
         UnsupportedModel: an option of the encoder is not implemented.
         CheckpointError: a tensor or a field is missing or wrong.
     """
-    built = build_vision(without_quantization(checkpoint.config))
+    built = build_vision(without_quantization(checkpoint.config), checkpoint.tensors)
     assert built is not None, "the checkpoint has no vision encoder"
     spec, weight_map = built
     check_sizes(spec, checkpoint.tensors)

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.distributed.rank_group import RankGroup
 from quire.models.modules.blocks import OutputRows
 from quire.models.modules.embedding import RowsOfRanks, TokenEmbedding
+from quire.models.modules.image_attention import ImageAttentionBatch
 from quire.models.modules.layer_stack import LayerStack
 from quire.models.modules.norms import make_learned_norm
 from quire.models.modules.per_layer_inputs import PerLayerEmbedding
@@ -164,12 +165,13 @@ class Decoder:
         x = self._look_up(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        additions = None
+        additions, are_causal = None, True
         if row_embeddings is not None:
             rows, embeddings = row_embeddings
             given = embeddings.view(len(rows), -1, self.spec.width)
             x = x.index_copy(0, rows, given[:, 0])
             additions = (rows, given[:, 1:]) if given.shape[1] > 1 else None
+            are_causal = not any(isinstance(group, ImageAttentionBatch) for group in groups)
         if self._positions is not None:
             x = x + self.ops.embedding(positions, self._positions)
         per_layer = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
@@ -178,7 +180,7 @@ class Decoder:
         if output_rows is not None and additions is not None and self._layers.picks_within(additions[1].shape[1]):
             every = self._layers(x, positions, rotations, groups, storages, per_layer, None, additions)
             return every.index_select(0, output_rows.rows)
-        if output_rows is None and additions is None and fused is not None:
+        if output_rows is None and additions is None and are_causal and fused is not None:
             hidden = fused(x, list(rotations.values()), groups, storages)
             if hidden is not None:
                 return hidden

@@ -13,6 +13,7 @@ from quire.distributed.rank_group import RankGroup
 from quire.models.modules.alt_up import AltUpEnds
 from quire.models.modules.blocks import OutputRows, SelectedRows
 from quire.models.modules.experts import ExpertsBlock, MLPBesideExpertsBlock
+from quire.models.modules.image_attention import ImageAttention, ImageAttentionBatch
 from quire.models.modules.layers import Layer, input_kind, make_input, make_layer, packed_layers
 from quire.models.modules.norms import LearnedNorm
 from quire.models.modules.rope import RotaryEmbedding, query_scales
@@ -168,6 +169,8 @@ class LayerStack:
 
     def _step(self, batch: AttentionBatch | StateBatch, storage: Any) -> Any:
         match batch:
+            case ImageAttentionBatch():
+                return ImageAttention(self._ops.step_attention(batch, storage), batch, storage)
             case AttentionBatch():
                 return self._ops.step_attention(batch, storage)
             case StateBatch():

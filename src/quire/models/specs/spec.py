@@ -337,10 +337,16 @@ class ImageRows:
     Args:
         sections: axes of the frequencies of its rotations; None if images' tokens have positions in a line.
         num_deepstack: first layers to whose outputs the encoder's additions for a row are added.
+        see_each_other: True if the rows of an image see each other in all layers, also forward.
     """
 
     sections: Sections | None = None
     num_deepstack: int = 0
+    see_each_other: bool = False
+
+    def of_grid(self, grid: tuple[int, int] | None) -> tuple[tuple[int, int] | None, bool]:
+        """Return `grid` and `sees_itself` of a medium with rows and columns, or without; see `Media`."""
+        return None if self.sections is None else grid, self.see_each_other and grid is not None
 
 
 @dataclass(frozen=True, slots=True)

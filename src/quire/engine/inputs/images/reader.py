@@ -19,6 +19,7 @@ from quire.engine.inputs.prompt_names import IMAGES
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.memory.prefix.prompt_embeddings import MediaSpan
 from quire.models.modules.vision_encoder import ImagePatches
+from quire.models.specs.spec import ImageRows
 from quire.platform.bounded.files import read_file, reason_of, user_path
 from quire.sequences.media import Media
 from quire.text.chat.images import ChatImage
@@ -45,6 +46,7 @@ class ImageReader:
     Args:
         processing: conversion of pixels to patches.
         token_id: token that stands for an image in a prompt.
+        image_rows: treatment of the rows of images in the decoder.
         form: text for everything else that features follow from: the encoder's dtype and kernels.
         key: secret of at most 64 bytes; see `EmbeddingsReader`.
         max_images: maximum number of images of a prompt.
@@ -55,6 +57,7 @@ class ImageReader:
         self,
         processing: ImageProcessing,
         token_id: int,
+        image_rows: ImageRows,
         form: str,
         key: bytes,
         *,
@@ -62,6 +65,7 @@ class ImageReader:
         sources: ImageSources,
     ) -> None:
         self.processing, self.token_id, self.max_images = processing, token_id, max_images
+        self._rows = image_rows
         self._small = processing.reduced(SMALL_PIXELS)
         self._form = f"{form} {processing}"
         self._key = key
@@ -155,7 +159,8 @@ class ImageReader:
                 raise TooManyTokens(num_tokens, is_exact=len(media) + 1 == len(images))
             image, merge = self._patches_of(name, pixels, processing), processing.merge_size
             rows, columns = image.rows // merge, image.columns // merge
-            media.append(Media(MediaSpan(len(placed), rows * columns, image.digest), image, (rows, columns)))
+            span = MediaSpan(len(placed), rows * columns, image.digest)
+            media.append(Media(span, image, *self._rows.of_grid((rows, columns))))
             placed += [token_id] * (rows * columns)
         return placed, tuple(media)
 

@@ -1,4 +1,6 @@
-"""Positions by which heads are rotated, for models whose images have rows and columns.
+"""Rows of images in a step: the positions by which their heads are rotated, and which of them see each other.
+
+Of models whose images have rows and columns:
 
 ```
  tokens     | a  b | m00 m01 m02 m10 m11 m12 | c  d |     an image of 2 rows and 3 columns
@@ -20,6 +22,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from quire.models.modules.image_attention import JointRows
 from quire.scheduling.plan import ScheduledSequence
 from quire.sequences.media import Media
 
@@ -49,7 +52,7 @@ def image_positions(
     for item, first_row in found:
         start, end = item.start, item.start + len(item.token_ids)
         shift = 0
-        for span, _, grid in media[item.seq_id]:
+        for span, _, grid, _ in media[item.seq_id]:
             if grid is None or span.start >= end:
                 continue
             rows, columns = grid
@@ -64,3 +67,19 @@ def image_positions(
             if span.end < end:
                 result[:, first_row + max(span.end, start) - start : first_row + end - start] += change
     return result[0] if is_plain else result
+
+
+def joint_rows(
+    items: Sequence[ScheduledSequence], row_starts: Sequence[int], media: Mapping[int, tuple[Media, ...]]
+) -> list[JointRows]:
+    """Return the rows of images that see each other; see `image_positions`."""
+    found: list[JointRows] = []
+    for idx, (item, row_start) in enumerate(zip(items, row_starts, strict=False)):
+        end = item.start + len(item.token_ids)
+        for one in media.get(item.seq_id, ()):
+            first, last = max(one.span.start, item.start), min(one.span.end, end)
+            if one.sees_itself and first < last:
+                assert one.span.end <= end, "a step ends inside an image"
+                shift = row_start - item.start
+                found.append(JointRows(idx, first + shift, last + shift, first, one.span.end))
+    return found
