@@ -17,14 +17,15 @@ DOCS, STEP, REQUEST = ROOT / "docs", "life-of-a-step.md", "life-of-a-request.md"
 ROW = re.compile(r"\| (?:\w+ \| )?`(?P<path>[\w/]+\.py)` \| `(?P<function>[\w.]+)` \|")
 # Files, lines of code, changes of file; with some slack, to be lowered when code goes. At the time of writing: 18,
 # 2,570 and 38; 22, 2,860 and 48; 24, 3,060 and 63; 47, 5,720 and 179; for a chat 110 and 12,420. One loop, scheduler,
-# runner and sampler run all of them, so a greedy step has the lines of an asynchronous one in its files.
+# runner and sampler run all of them, so a greedy step has the lines of an asynchronous one in its files. Images in
+# prompts and chats have added 200 and 350 lines since, in files that texts go through as well.
 LIMITS = {
     "greedy": (19, 2_640, 41),
     "sampled": (23, 2_940, 52),
     "asynchronous": (25, 3_150, 68),
-    "prompt": (49, 5_890, 188),
+    "prompt": (49, 6_000, 188),
 }
-CHAT_LIMITS = 113, 12_650
+CHAT_LIMITS = 113, 12_950
 # Changes of file in the control plane, for any number of sequences.
 MAX_CHANGES = 8
 
