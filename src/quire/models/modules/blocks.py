@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.models.modules.joint_norms import JointNorms
-from quire.models.modules.norms import scale_slot, unit_scale
+from quire.models.modules.norms import JointNorms, scale_slot, unit_scale
 from quire.models.modules.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.modules.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.models.specs import spec
