@@ -15,7 +15,7 @@ from quire.errors import QuireError, shown
 
 if TYPE_CHECKING:
     from quire.models.checkpoints.checkpoint import Checkpoint
-    from quire.models.loading.inspection import Inspection
+    from quire.models.loading.inspection import EncoderInspection, Inspection
     from quire.text.tokenizers.ends import EndToken
 
 EXIT_REFUSED = 1
@@ -33,6 +33,7 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("model", help="folder, GGUF file, hub id, or hub id with a quantisation (ID:Q4_K_M)")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--model-impl", default="auto", choices=MODEL_IMPLS, help="what would compute the model")
+    parser.add_argument("--mmproj", metavar="FILE", help="GGUF file of the vision encoder of a model in a GGUF file")
     parser.add_argument("--metadata", action="store_true", help="print the fields of a GGUF file as well")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(handler=run)
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.models.loading.inspection import inspect
 
     checkpoint = Checkpoint.open(args.model, args.revision)
-    inspection = inspect(checkpoint, args.model_impl)
+    inspection = inspect(checkpoint, args.model_impl, args.mmproj)
     ends, problem = _read_ends(checkpoint)
     inspection = replace(inspection, problem=inspection.problem or problem)
     if args.json:
@@ -82,6 +83,8 @@ def lines(inspection: Inspection, ends: Collection[EndToken], *, has_metadata: b
         yield f"sizes         {sizes}, contexts of up to {inspection.max_position:,} tokens"
     num_values = sum(use.num_values for use in inspection.types)
     yield f"tensors       {num_values:,} values in {inspection.num_bytes:,} bytes"
+    if inspection.encoder is not None:
+        yield f"images        {_encoder_line(inspection.encoder)}"
     if ends:
         yield f"ends          {describe(ends)}"
     yield ""
@@ -98,3 +101,13 @@ def lines(inspection: Inspection, ends: Collection[EndToken], *, has_metadata: b
     if inspection.problem:
         yield ""
         yield f"would be refused: {inspection.problem}"
+
+
+def _encoder_line(encoder: EncoderInspection) -> str:
+    if encoder.problem:
+        return f"would be refused: {encoder.problem}"
+    place = f", in {encoder.path}" if encoder.path else ""
+    return (
+        f"{encoder.num_layers} layers of {encoder.width}, patches of {encoder.patch_size}x{encoder.patch_size} pixels, "
+        f"{encoder.num_values:,} values in {encoder.num_bytes:,} bytes{place}"
+    )

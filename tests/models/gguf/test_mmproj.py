@@ -12,11 +12,14 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file
 
+from quire.cli.inspect import lines as describe
 from quire.engine.inputs.images.settings import read_processing
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.vision_files import find_mmproj, find_vision
+from quire.models.loading.inspection import EncoderInspection, inspect
 from quire.models.loading.vision import load_vision_encoder
 from quire.models.modules.vision_encoder import VisionEncoder
 from tests.conformance.test_images import IDS, PROCESSING, SETTINGS, TEXT, VISION
@@ -154,6 +157,23 @@ def test_a_wrong_encoder_is_refused(files: Path, tmp_path: Path, change: Any, wo
     with pytest.raises((CheckpointError, UnsupportedModel), match=words) as caught:
         encoder_of(find_vision(model, str(path)))
     assert str(tmp_path) in str(caught.value) or "config.json" in str(caught.value)
+
+
+def test_an_inspection_describes_the_encoder_or_why_it_is_refused(files: Path, tmp_path: Path) -> None:
+    tensors = load_file(files / "model.safetensors").items()
+    num_values = sum(values.numel() for name, values in tensors if name.startswith("model.visual."))
+    for path, place in ((files / "model.gguf", str(files / "mmproj-F32.gguf")), (files, "")):
+        expected = EncoderInspection(place, 3, 32, 4, num_values, 4 * num_values)
+        assert inspect(Checkpoint.open(str(path))).encoder == expected
+    (tmp_path / "mmproj.gguf").write_bytes(b"GGUF")
+    found = inspect(Checkpoint.open(str(files / "model.gguf")), mmproj=str(tmp_path / "mmproj.gguf"))
+    assert found.encoder is not None
+    assert str(tmp_path) in found.encoder.problem
+    assert found.problem == ""
+    lines = "\n".join(describe(found, (), has_metadata=False))
+    assert f"images        would be refused: {tmp_path}" in lines
+    lines = "\n".join(describe(inspect(Checkpoint.open(str(files))), (), has_metadata=False))
+    assert f"images        3 layers of 32, patches of 4x4 pixels, {num_values:,} values in {4 * num_values:,}" in lines
 
 
 def test_settings_are_those_of_the_file_or_of_the_published_processors(files: Path, tmp_path: Path) -> None:

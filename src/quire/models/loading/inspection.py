@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.errors import CheckpointError, ConfigError, shown
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.vision_files import find_vision
+from quire.models.families.quantization_config import without_quantization
+from quire.models.families.vision_towers import build_vision
 from quire.models.gguf.block_types import BLOCK_TYPES
 from quire.models.gguf.tensor_types import TENSOR_TYPES
 from quire.models.hosted.choice import read_model
+from quire.models.loading.sizes import check_sizes
 from quire.models.specs.hosted_spec import HostedSpec
 from quire.models.stored_quantization import StoredQuantization, read_quantization
 from quire.models.tensors.stored_tensor import StoredTensor
@@ -40,6 +44,53 @@ class TypeUse:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderInspection:
+    """The vision encoder of a checkpoint.
+
+    Args:
+        path: its GGUF file; "" if it is in the files of the model.
+        num_layers, width: sizes of the encoder; 0 if it would be refused.
+        patch_size: side of a patch, in pixels.
+        num_values: number of values of its tensors.
+        num_bytes: number of their bytes in files.
+        problem: reason why images would be refused; "" if they would be read.
+    """
+
+    path: str = ""
+    num_layers: int = 0
+    width: int = 0
+    patch_size: int = 0
+    num_values: int = 0
+    num_bytes: int = 0
+    problem: str = ""
+
+
+def inspect_encoder(checkpoint: Checkpoint, mmproj: str | None = None) -> EncoderInspection | None:
+    """Describe the vision encoder of a checkpoint from headers; None without one. For `mmproj`, see `ModelConfig`."""
+    try:
+        files = find_vision(checkpoint, mmproj)
+        built = None if files is None else build_vision(without_quantization(files.config))
+        if files is None or built is None:
+            return None
+        spec, names = built
+        check_sizes(spec, files.tensors)
+        missing = next((each for parts in names.values() for each in parts if each not in files.tensors), None)
+        if missing is not None:
+            raise CheckpointError(f"the checkpoint in {files.folder} has no tensor {shown(missing)}")
+    except ConfigError as error:
+        return EncoderInspection(problem=str(error))
+    tensors = [files.tensors[each] for parts in names.values() for each in parts]
+    return EncoderInspection(
+        "" if files is checkpoint else str(files.gguf_path),
+        len(spec.layers),
+        spec.width,
+        spec.patch_shape[-1],
+        sum(prod(tensor.shape) for tensor in tensors),
+        sum(tensor.num_bytes for tensor in tensors),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Inspection:
     """The content of a checkpoint.
 
@@ -52,6 +103,7 @@ class Inspection:
         problem: reason why the checkpoint would be refused; "" if it would be served.
         model_impl: implementation that would compute the model: "native" or "transformers"; "" if it would be refused.
         notes: differences of transformers' modules from a family.
+        encoder: the vision encoder; None without one.
     """
 
     format: str
@@ -65,6 +117,7 @@ class Inspection:
     problem: str = ""
     model_impl: str = ""
     notes: tuple[str, ...] = ()
+    encoder: EncoderInspection | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -72,8 +125,8 @@ class Inspection:
         return sum(use.num_bytes for use in self.types)
 
 
-def inspect(checkpoint: Checkpoint, model_impl: str = "auto") -> Inspection:
-    """Describe a checkpoint from its headers, without reading weights; for `model_impl`, see `ModelConfig`."""
+def inspect(checkpoint: Checkpoint, model_impl: str = "auto", mmproj: str | None = None) -> Inspection:
+    """Describe a checkpoint from its headers, without reading weights; for the options, see `ModelConfig`."""
     kind, problem = "safetensors" if checkpoint.gguf_fields is None else "GGUF", ""
     num_layers = width = vocab_size = max_position = 0
     implementation = ""
@@ -110,6 +163,7 @@ def inspect(checkpoint: Checkpoint, model_impl: str = "auto") -> Inspection:
         problem,
         implementation,
         notes,
+        inspect_encoder(checkpoint, mmproj),
     )
 
 
