@@ -32,7 +32,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a checkpoint, and its model and its encoder as GGUF files."""
     folder = tmp_path_factory.mktemp("qwen3-vl")
     vision = VISION | {"deepstack_visual_indexes": [0, 2]}
-    config = transformers.Qwen3VLConfig(text_config=TEXT, vision_config=vision, **IDS)
+    parts: dict[str, Any] = {"text_config": TEXT, "vision_config": vision, **IDS}
+    config = transformers.Qwen3VLConfig(**parts)
     torch.manual_seed(5)
     transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
@@ -116,7 +117,11 @@ def field(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], N
 
 
 def without(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    return lambda fields, tensors: (fields.pop(name, None), tensors.pop(name, None))  # type: ignore[func-returns-value]
+    def change(fields: dict[str, Any], tensors: dict[str, Any]) -> None:
+        fields.pop(name, None)
+        tensors.pop(name, None)
+
+    return change
 
 
 def renamed(name: str, other: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
