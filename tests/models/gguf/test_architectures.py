@@ -90,8 +90,8 @@ def write(name: str, folder: Path) -> Written:
 
 def _as_part(name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the configuration and the tensors of a language model as those of a part of the whole."""
-    outer = {each: config[each] for each in ("tie_word_embeddings", LINEAR_EXPERTS) if each in config}
-    whole: dict[str, Any] = {"architectures": [WHOLE_MODELS[name]], "text_config": config, **outer}
+    outer: dict[str, Any] = {each: config[each] for each in ("tie_word_embeddings", LINEAR_EXPERTS) if each in config}
+    whole = {"architectures": [WHOLE_MODELS[name]], "text_config": config, **outer}
     return whole, {re.sub(r"^model\.", "model.language_model.", each): values for each, values in tensors.items()}
 
 

@@ -69,7 +69,7 @@ def inspect_encoder(checkpoint: Checkpoint, mmproj: str | None = None) -> Encode
     """Describe the vision encoder of a checkpoint from headers; None without one. For `mmproj`, see `ModelConfig`."""
     try:
         files = find_vision(checkpoint, mmproj)
-        built = None if files is None else build_vision(without_quantization(files.config))
+        built = None if files is None else build_vision(without_quantization(files.config), files.tensors)
         if files is None or built is None:
             return None
         spec, names = built
