@@ -217,7 +217,7 @@ def test_a_step_must_hold_an_image(case: Case) -> None:
 
 def test_embeddings_of_an_image_have_its_grid(case: Case) -> None:
     llm = load(case)
-    encoder = llm.engine.executor._runner._embeddings._encoder  # type: ignore[attr-defined]
+    encoder = llm.engine.executor._runner._embeddings._images._encoder  # type: ignore[attr-defined]
     (places, num_last), expected = PLACES[2], case.logprobs[2]
     prompt: Any = prompt_of(places, num_last)[0]
     (image,) = prompt["multi_modal_data"]["image"]

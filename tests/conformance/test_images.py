@@ -253,7 +253,8 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
 
 def num_encoded(llm: LLM) -> int:
     """Return how many images the runner of an engine has encoded."""
-    return int(llm.engine.executor._runner._embeddings.num_encoded)  # type: ignore[attr-defined]
+    assert llm.stats.images is not None
+    return llm.stats.images.num_encoded
 
 
 @pytest.fixture(scope="module")

@@ -82,3 +82,12 @@ def test_prompts_alone_say_what_a_token_costs() -> None:
     assert controller.chunk_tokens == 50
     controller.record_step(3, 0, 0.010)
     assert controller.chunk_tokens == 40
+
+
+@pytest.mark.parametrize(("reserve_s", "expected"), [(0.0, 80), (0.01, 40), (0.05, 30), (0.2, 16)])
+def test_chunks_leave_time_for_other_work(reserve_s: float, expected: int) -> None:
+    control = ChunkSizeController(0.1)
+    control.reserve_s = reserve_s
+    control.record_step(4, 0, 0.02)
+    control.record_step(4, 64, 0.02 + 64 * 0.001)
+    assert control.chunk_tokens == expected

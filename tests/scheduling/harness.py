@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, MediaSpan, Namespace, check
 from quire.scheduling import Scheduler, StepPlan
+from quire.scheduling.plan import ScheduledSequence
 from quire.sequences import Request, SamplingParams, Sequence
 from quire.sequences.decoding.drafting import UNKNOWN, Drafter
 from quire.sequences.decoding.speculation import AdaptiveDrafter
@@ -70,6 +72,7 @@ class Setting:
     Args:
         drafts: maker of drafts: "" for none, "guesser" in the control plane, "model" in the data plane; "adaptive" for
             guesses, mostly wrong, where they pay, and "resting" where they never do.
+        late_media: features of media come some steps after a sequence has asked for them, and are lost again.
         num_bytes: size of the arena, in place of `num_blocks`, for groups whose blocks differ.
     """
 
@@ -91,6 +94,7 @@ class Setting:
     pin_limit: int = 0
     chunk_tokens: int | None = None
     drafts: str = ""
+    late_media: bool = False
 
     @property
     def room(self) -> int:
@@ -189,6 +193,54 @@ class Guesser:
         """Do nothing."""
 
 
+class LateMedia:
+    """A gate of media whose features come some steps after they were asked for, and are lost again.
+
+    Attributes:
+        held_back: sequences that the present plan may have no token of.
+    """
+
+    def __init__(self) -> None:
+        self.held_back: set[Sequence] = set()
+        self.is_closed = False
+        self._rng = random.Random(0)
+        self._present: set[bytes] = set()
+        self._asked: dict[bytes, int] = {}
+
+    def limits(self, running: Iterable[Sequence]) -> dict[Sequence, int]:
+        """Begin a plan."""
+        self.held_back.clear()
+        self.is_closed = False
+        with_media = [sequence for sequence in running if sequence.request.media]
+        return {sequence: self.limit(sequence, sequence.num_computed) for sequence in with_media}
+
+    def limit(self, sequence: Sequence, start: int) -> int:
+        """Ask for the first medium that is lacking."""
+        for span, *_ in sequence.request.media:
+            if span.end <= start or span.digest in self._present:
+                continue
+            self._asked.setdefault(span.digest, self._rng.randrange(4))
+            self.is_closed = True
+            if span.start <= start:
+                self.held_back.add(sequence)
+            return max(0, span.start - start)
+        return NEVER
+
+    def is_ready(self, item: ScheduledSequence, sequence: Sequence) -> bool:
+        """Say whether no row of an item lacks its features."""
+        end = item.start + len(item.token_ids)
+        spans = [span for span, *_ in sequence.request.media if span.start < end and item.start < span.end]
+        return all(span.digest in self._present for span in spans)
+
+    def end_step(self) -> None:
+        """Bring features that are due, and lose some."""
+        if self._rng.random() < 0.2:
+            self._present.clear()
+        due = {digest for digest, num_steps in self._asked.items() if not num_steps}
+        self._present |= due
+        self._asked = {digest: num_steps - 1 for digest, num_steps in self._asked.items() if num_steps}
+
+
 @dataclass
 class Outcome:
     """What a run gave: per job the tokens of each sample, or of the best hypotheses; and the parts to look into."""
@@ -219,11 +271,12 @@ class Harness:
     def __post_init__(self) -> None:
         setting = self.setting
         self.memory = setting.build_memory()
-        self.scheduler = Scheduler(self.memory, **setting.scheduler_options)
+        self.media = LateMedia() if setting.late_media else None
+        self.scheduler = Scheduler(self.memory, media=self.media, **setting.scheduler_options)
         self.scheduler.chunk_tokens = setting.chunk_tokens
         self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE, setting.groups)
         self.scheduler.drafts.drafter = setting.build_drafter(self.executor)
-        self.auditor = Auditor(self.scheduler)
+        self.auditor = Auditor(self.scheduler, self.media.held_back if self.media else frozenset())
 
     def add(self, job: Job, seed: int) -> Request:
         """Queue a job."""
@@ -262,6 +315,10 @@ class Harness:
         The invariants of the queues are checked after each of these calls. Those of memory, whose check is most of a
         run's time, are checked after the last one, and in every fourth step of single items after each.
         """
+        if self.media is not None:
+            found = [(item, self.scheduler.sequences.get(item.seq_id)) for item in plan.items]
+            assert all(sequence is None or self.media.is_ready(item, sequence) for item, sequence in found)
+            self.media.end_step()
         result = self.executor.execute(plan)
         per_call = 1 if self.tick % 2 else len(plan.items)
         for start in range(0, len(plan.items), max(per_call, 1)):

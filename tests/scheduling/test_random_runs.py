@@ -39,6 +39,14 @@ def test_tokens_do_not_depend_on_memory_budget_policy_or_company(jobs: list[Job]
         assert agrees(job, samples, expected)
 
 
+@settings(max_examples=100)
+@given(jobs=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
+def test_tokens_do_not_depend_on_when_features_of_media_come(jobs: list[Job], setting: Setting) -> None:
+    outcome = run(jobs, replace(setting, late_media=True))
+    for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
+        assert agrees(job, samples, expected)
+
+
 def test_beams_that_are_swapped_in_may_wait_for_tokens_of_a_later_step() -> None:
     """A run that hypothesis found: two beams come back while one token of the limit beside decodes is left."""
     jobs = [

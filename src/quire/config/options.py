@@ -190,7 +190,8 @@ class SchedulerConfig:
         max_queue_len: maximum number of waiting requests; further ones are refused with `QueueFull`. None takes any
             number offline, and 1,024 in `quire serve`.
         max_inter_token_ms: target for the maximum inter-token latency of a stream: while sequences decode, prompts are
-            computed in smaller chunks, by measured step times, of at least 16 tokens. None sets no target.
+            computed in smaller chunks, by measured step times, of at least 16 tokens, and images are encoded in the
+            time that steps leave. None sets no target.
         async_scheduling: plan and launch the next step while one runs, before its tokens are read. None does so on a
             GPU, if the other options allow it.
         grammar_timeout_s: time limit for compiling a request's grammar or schema, in seconds.

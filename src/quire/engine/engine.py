@@ -10,6 +10,7 @@ from typing import NamedTuple
 from quire.config import ResolvedConfig
 from quire.distributed.ranks import Ranks
 from quire.engine.adapters import AdapterRegistry, acquire_adapter
+from quire.engine.control.encoder_work import EncoderWork
 from quire.engine.control.step_recorder import StepRecorder
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.inputs.images.reader import ImageReader
@@ -76,6 +77,7 @@ class Engine:
         disk_prefetch: loader of blocks on disk; None without a prefix cache there.
         media_reader: reader of prompts' embeddings; None if the data plane accepts none.
         image_reader: reader of prompts' images; None for a model without an encoder of images.
+        encoder_work: work of the encoder of images, between steps; None without one.
         speculation: adaptive drafter, updated after each step; None without speculative decoding.
         grammars: compiler of grammars for structured outputs; None if they are unsupported.
         hand_over: hand-over of blocks to and from other engines; None without one.
@@ -106,6 +108,7 @@ class Engine:
         disk_prefetch: DiskPrefetcher | None = None,
         media_reader: EmbeddingsReader | None = None,
         image_reader: ImageReader | None = None,
+        encoder_work: EncoderWork | None = None,
         speculation: AdaptiveDrafter | None = None,
         grammars: GrammarCompiler | None = None,
         hand_over: HandOver | None = None,
@@ -133,7 +136,7 @@ class Engine:
         self.requests = RequestBuilder(config, prompts, grammars, end_token_ids, cache_name, can_generate=can_generate)
         self._clock, self._parts = clock, parts or ExitStack()
         self._disk_prefetch = disk_prefetch
-        self.grammars = grammars
+        self.grammars, self._encoder_work = grammars, encoder_work
         self._hand_over = hand_over
         self.outputs = OutputProcessor(tokenizer, clock)
         self._num_requests = 0
@@ -232,7 +235,9 @@ class Engine:
         """Run one step; return the outputs of the requests that it ended early."""
         if self.adapters is not None:
             self.adapters.free_unused()
-        scheduler = self.scheduler
+        scheduler, work = self.scheduler, self._encoder_work
+        if work is not None and (failed := self._early_ends.end_without_image(work.run(self.step_recorder))):
+            return failed
         present, self._in_flight = self._in_flight or self._begin(), None
         if present is None:
             self.num_steps += 1
@@ -275,6 +280,8 @@ class Engine:
             stats.disk, stats.remote = stores.stats, stores.remote_stats
         if self._hand_over is not None:
             stats.transfer = self._hand_over.stats
+        if self._encoder_work is not None:
+            stats.images = self._encoder_work.stats
         return stats
 
     def measure(self) -> StepStats:

@@ -10,6 +10,7 @@ from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.results import AllocStatus, HitEnd, PrefixHit, Verdict
 from quire.scheduling.beam_groups import append_to_group, lockstep_groups, slots_needed
+from quire.scheduling.media_gate import MediaGate
 from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
@@ -71,6 +72,7 @@ class Admission:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefetch: Callable[[Sequence], bool] | None = None,
+        media: MediaGate | None = None,
         order: Order,
         whole_prompts: bool = False,
     ) -> None:
@@ -80,7 +82,7 @@ class Admission:
         self._preemption = preemption
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._prefetch = prefetch
+        self._prefetch, self._media = prefetch, media
         self._order = order
         self._whole_prompts = whole_prompts
         self.limit = max_num_seqs
@@ -202,6 +204,8 @@ class Admission:
             raise InvariantViolation("S3", f"sequence {sequence.seq_id} can never fit: {status}")
         memory.allocate(sequence.seq_id, sequence.chain, hit)
         count = memory.step_limit(sequence.seq_id, min(num_tokens - hit.num_tokens, budget.num_tokens))
+        if self._media is not None:
+            count = min(count, self._media.limit(sequence, hit.num_tokens))
         count = sequence.request.whole_media(hit.num_tokens, count)
         while count and not memory.append_slots((sequence.seq_id,), count):
             if count <= step:
@@ -242,6 +246,8 @@ class Admission:
         for group in lockstep_groups(siblings):
             count = min(group[0].num_pending, budget.num_tokens // len(group))
             count = memory.step_limit(group[0].seq_id, count)
+            if self._media is not None:
+                count = min([count, *[self._media.limit(each, each.num_computed) for each in group]])
             count = group[0].request.whole_media(group[0].num_computed, count)
             if count and not append_to_group(memory, group, count):
                 count = 0

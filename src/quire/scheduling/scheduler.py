@@ -27,6 +27,7 @@ from quire.scheduling.beam_groups import append_to_group, beam_groups_of, lockst
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.drafts import DraftSlots
 from quire.scheduling.edits import SequenceEdits, SequenceEvent
+from quire.scheduling.media_gate import MediaGate
 from quire.scheduling.microbatches import Microbatches
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.scheduling.policies import Order
@@ -55,6 +56,7 @@ class Scheduler:
         preemption_mode: "recompute", "swap" or "auto"; see `Preemption`.
         prefetch: function called for each sequence before its prefix is matched; while it returns False, the sequence
             and all after it wait.
+        media: decides which media can be computed; None for models whose media come with their features.
         drafter: drafter that proposes tokens; None disables drafts.
         whole_prompts: True to compute each prompt in one step, for models that see all of it at once.
         plans_ahead: True to plan a step before the results of the previous step are read; see `async_scheduling`.
@@ -81,6 +83,7 @@ class Scheduler:
         preemption_policy: str = "last",
         preemption_mode: str = "auto",
         prefetch: Callable[[Sequence], bool] | None = None,
+        media: MediaGate | None = None,
         drafter: Drafter | None = None,
         whole_prompts: bool = False,
         plans_ahead: bool = False,
@@ -96,7 +99,7 @@ class Scheduler:
         self._least_step = 1
         self.observer: SchedulerObserver | None = None
         self.stats = SchedulerStats()
-        self._queues = Queues()
+        self._queues, self._media = Queues(), media
         order = Order(policy, priority_aging)
         self._registry = SequenceRegistry(memory, self._queues, order)
         self.drafts = DraftSlots(memory, drafter, self.stats, self._queues)
@@ -115,6 +118,7 @@ class Scheduler:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             prefetch=prefetch,
+            media=media,
             order=order,
             whole_prompts=whole_prompts,
         )
@@ -227,7 +231,7 @@ class Scheduler:
         if not scheduled and self.running:
             # Siblings were swapped in, and no block is left for a next token: the first of them preempts the others.
             scheduled, _ = self._schedule_running()
-            if not scheduled and not self._queues.held:
+            if not scheduled and not self._queues.held and not (self._media is not None and self._media.is_closed):
                 raise InvariantViolation("S3", "no running sequence can grow")
         if not scheduled:
             # Finished ids and copies wait for a plan that is executed.
@@ -367,12 +371,13 @@ class Scheduler:
         spare = self.max_num_batched_tokens - num_decoding - leaves_room
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, max(self.chunk_tokens, self._least_step))
+        limits = {} if self._media is None else self._media.limits(running)
         proposals = self.drafts.propose(pending_counts, spare) if self.drafter and not leaves_room else {}
         # The others decode, belong to no beam search and have no drafts; consecutive ones share a call.
         singles = {sequence for sequence, count in zip(running, pending_counts, strict=True) if count != 1}
         if self._registry.num_searches:
             singles |= {sequence for sequence in running if sequence.request.search is not None}
-        singles |= proposals.keys()
+        singles |= proposals.keys() | limits.keys()
         scheduled, position = dict[Sequence, int](), 0
         # A preemption during the loop removes only sequences after the group, and not always the last ones.
         while position < len(running):
@@ -386,13 +391,15 @@ class Scheduler:
                     break
             group = lockstep_group(running[position])
             first, pending = group[0], group[0].num_pending
-            if first in proposals and (num_rows := self.drafts.reserve(first, position, proposals[first], spare)):
+            limit = min([limits.get(sequence, pending) for sequence in group]) if limits else pending
+            drafted = proposals.get(first, ()) if limit else ()
+            if drafted and (num_rows := self.drafts.reserve(first, position, drafted, spare)):
                 spare -= num_rows
                 scheduled[first] = 1
             else:
-                count = 1
+                count = min(1, limit)
                 if pending > 1:
-                    count = memory.step_limit(first.seq_id, min(pending, spare))
+                    count = min(memory.step_limit(first.seq_id, min(pending, spare)), limit)
                     count = first.request.whole_media(first.num_computed, count)
                 count = self._append_or_preempt(group, count, position)
                 if pending > 1:

@@ -36,7 +36,9 @@ class SourceCounters:
 class StoreStats(NamedTuple):
     """Counters of a store since its start, and its current size, which all engines of the folder share."""
 
-    num_blocks: Annotated[int, Metric("Blocks of this model on disk.", "prefix_cache_disk_blocks", "gauge")]
+    num_blocks: Annotated[
+        int, Metric("Blocks, and features of images, of this model on disk.", "prefix_cache_disk_blocks", "gauge")
+    ]
     num_bytes: Annotated[
         int, Metric("Bytes of blocks on disk, those of other models included.", "prefix_cache_disk_bytes", "gauge")
     ]

@@ -15,10 +15,16 @@ class ChunkSizeController:
 
     The model of a step: a constant time for decoding, plus a time per prefill token. The time per token falls as chunks
     grow; it is measured at the chunk sizes that the controller chooses, so both converge together.
+
+    Attributes:
+        chunk_tokens: the chunk size.
+        reserve_s: least time, in seconds, of other work between two steps; 0 for none. Chunks leave to it half of the
+            time that remains beside decoding, or more where half is too short.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.chunk_tokens = INITIAL_CHUNK_TOKENS
+        self.reserve_s = 0.0
         self._limit_s = limit_s
         self._decode_s: float | None = None
         self._token_s: float | None = None
@@ -34,6 +40,8 @@ class ChunkSizeController:
         if self._token_s is None:
             return
         left_s = self._limit_s - (self._decode_s or 0.0)
+        if self.reserve_s:
+            left_s -= max(left_s / 2, self.reserve_s)
         # At most twice the previous size: larger chunks have not been measured yet.
         limit = 2 * self.chunk_tokens
         fitting = int(left_s / self._token_s) if self._token_s > 0 else limit

@@ -21,6 +21,11 @@ class StepRecorder:
 
     It maintains `scheduler.preemption.rates` (recompute or swap), `scheduler.chunk_tokens` (inter-token latency) and
     the draft costs of `speculation`.
+
+    Attributes:
+        tokens_per_s: prefill rate; None before the first measurement.
+        chunk_size: controller of the chunk size; None without a target for the inter-token latency.
+        decoding_step_s: duration of the last step, in seconds; None if no sequence decoded in it.
     """
 
     def __init__(
@@ -31,14 +36,15 @@ class StepRecorder:
         speculation: AdaptiveDrafter | None,
     ) -> None:
         self.tokens_per_s: float | None = None
+        self.decoding_step_s: float | None = None
         self.speculation = speculation
         self._scheduler = scheduler
         self._prefill_tokens = self._prefill_s = 0.0
         self._draft_costs = None if speculation is None else DraftCosts(len(speculation.step_costs) - 1)
         self._num_decoding = 0
-        self._chunk_size = None if max_inter_token_ms is None else ChunkSizeController(max_inter_token_ms / 1000)
-        if self._chunk_size is not None:
-            scheduler.chunk_tokens = self._chunk_size.chunk_tokens
+        self.chunk_size = None if max_inter_token_ms is None else ChunkSizeController(max_inter_token_ms / 1000)
+        if self.chunk_size is not None:
+            scheduler.chunk_tokens = self.chunk_size.chunk_tokens
         if copy_bytes_per_s is not None:
             scheduler.preemption.rates = replace(scheduler.preemption.rates, copy_bytes_per_s=copy_bytes_per_s)
 
@@ -52,10 +58,11 @@ class StepRecorder:
         if num_tokens == num_seqs:
             self._record_decode(num_seqs, num_drafts, None if overlaps else elapsed_s)
         self.record_prefill(num_tokens, num_seqs, elapsed_s)
-        if self._chunk_size is not None:
+        self.decoding_step_s = elapsed_s if 1 in counts else None
+        if self.chunk_size is not None:
             num_decoding = counts.count(1)
-            self._chunk_size.record_step(num_decoding, num_tokens - num_decoding, elapsed_s)
-            self._scheduler.chunk_tokens = self._chunk_size.chunk_tokens
+            self.chunk_size.record_step(num_decoding, num_tokens - num_decoding, elapsed_s)
+            self._scheduler.chunk_tokens = self.chunk_size.chunk_tokens
         return num_tokens + num_drafts
 
     def record_prefill(self, num_tokens: int, num_seqs: int, elapsed_s: float) -> None:

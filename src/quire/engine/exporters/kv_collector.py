@@ -13,6 +13,7 @@ from quire.distributed.kvstore.counters import RemoteStats, StoreStats, Transfer
 from quire.engine.engine import Engine
 from quire.engine.metrics.block_lifetimes import BOUNDS_S, TimeHistogram
 from quire.engine.metrics.stats import EngineStats, StepStats
+from quire.execution.step.image_features import ImageStats
 from quire.scheduling.stats import Metric as Declaration
 from quire.scheduling.stats import metrics_of
 from quire.sequences.status import SequenceStatus
@@ -25,7 +26,7 @@ NOT_IN_STEPS = {name: metric for name, metric in metrics_of(EngineStats).items()
 
 
 class KvMetrics(Collector):
-    """Exports an engine's blocks, its stores and KV transfer, and the counters that its steps do not report."""
+    """Exports an engine's blocks, stores, KV transfer and images, and the counters that its steps do not report."""
 
     def __init__(self, engine: Engine, model_name: str, prefix: str) -> None:
         self._engine = engine
@@ -58,8 +59,12 @@ class KvMetrics(Collector):
                 ("kv_block_reuse_gap_seconds", "Idle time of a block before a hit, sampled.", lifetimes.reuse_gap),
             ):
                 yield time_histogram(f"{self._prefix}:{name}", meaning, self._model_name, times)
-        parts = ((stats.disk, StoreStats), (stats.remote, RemoteStats), (stats.transfer, TransferStats))
-        for counters, declared in parts:
+        for counters, declared in (
+            (stats.disk, StoreStats),
+            (stats.remote, RemoteStats),
+            (stats.transfer, TransferStats),
+            (stats.images, ImageStats),
+        ):
             if counters is not None:
                 yield from self._declared(counters, metrics_of(declared))
 

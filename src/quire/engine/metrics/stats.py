@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from quire.distributed.kvstore.counters import RemoteStats, StoreStats, TransferStats
+from quire.execution.step.image_features import ImageStats
 from quire.scheduling.stats import Metric, SchedulerStats
 
 
@@ -68,6 +69,7 @@ class EngineStats(EngineCounters):
     disk: Annotated[StoreStats | None, Metric("Counters of the prefix cache on disk; None without one.")] = None
     transfer: Annotated[TransferStats | None, Metric("Counters of KV transfer; None without it.")] = None
     remote: Annotated[RemoteStats | None, Metric("Counters of the remote prefix cache; None without one.")] = None
+    images: Annotated[ImageStats | None, Metric("Counters of images; None without an encoder of them.")] = None
 
 
 StepStats._fields, EngineStats._fields = StepStats.__match_args__, EngineStats.__match_args__

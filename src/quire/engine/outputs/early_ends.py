@@ -46,6 +46,13 @@ class EarlyEnds:
             outputs += self.end(request_id, FinishReason.ERROR, error, LOAD_FAILED)
         return outputs
 
+    def end_without_image(self, failed: Iterable[tuple[str, str]]) -> list[RequestOutput]:
+        """End the requests whose image could not be encoded."""
+        outputs: list[RequestOutput] = []
+        for request_id, error in failed:
+            outputs += self.end(request_id, FinishReason.ERROR, error, "engine_failed")
+        return outputs
+
     def fail_item(self, item: ScheduledSequence, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
         """End the request of one item with an error; return its last output, or nothing if it has ended already."""
         sequence = self._scheduler.sequences.get(item.seq_id)

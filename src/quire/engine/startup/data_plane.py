@@ -10,7 +10,6 @@ import torch
 from quire.config import ResolvedConfig
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.distributed.ranks import Ranks
-from quire.engine.startup.vision import Vision
 from quire.execution.capture.captured_steps import CaptureOptions
 from quire.execution.device_tokens.deferred_tokens import DeferredTokens
 from quire.execution.runners.build import build_runner
@@ -18,6 +17,7 @@ from quire.execution.runners.encoder_runner import EncoderRunner
 from quire.execution.runners.executor import Executor
 from quire.execution.runners.ranked_executor import RankedExecutor
 from quire.execution.runners.runner import InProcessExecutor
+from quire.execution.step.image_features import ImageFeatures
 from quire.memory.manager import KVCacheManager
 from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.encoder import Encoder
@@ -37,7 +37,7 @@ def open_executor(
     disk: DiskBlocks | None,
     grammars: GrammarCompiler | None,
     parts: ExitStack,
-    vision: Vision | None = None,
+    images: ImageFeatures | None = None,
 ) -> Executor:
     """Return the executor of a model, with the KV memory of a decoder; see `build_runner`."""
     if isinstance(model, Encoder):
@@ -63,7 +63,7 @@ def open_executor(
             grammars=None if grammars is None else grammars.grammars,
             captured=options if options.sizes or options.piece_sizes else None,
             deferred=deferred,
-            vision=None if vision is None else vision.encoder,
+            images=images,
         )
         executor = InProcessExecutor(runner, deferred)
     parts.callback(executor.close)

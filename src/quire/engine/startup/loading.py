@@ -21,6 +21,7 @@ from quire.config import (
     resolve,
 )
 from quire.distributed.ranks import Ranks
+from quire.engine.control.encoder_work import EncoderWork
 from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
@@ -32,7 +33,7 @@ from quire.engine.startup.model_defaults import read_default_params
 from quire.engine.startup.model_facts import cache_groups, dtype_on, model_facts, step_cost, stored_dtype
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.tokenizers import open_tokenizer, read_end_token_ids
-from quire.engine.startup.vision import load_vision, open_image_reader
+from quire.engine.startup.vision import load_vision, open_features, open_image_reader
 from quire.engine.startup.weight_check import check_cache, check_weights
 from quire.errors import ConfigError
 from quire.execution.runners.executor import Executor
@@ -157,12 +158,14 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
         models = [(files, part.spec) for files, part in loaded if files and part]
         disk = open_stores(config, models, resolved, groups, dtype, parts, ranks)
     memory = open_memory(resolved, sizing, parts, disk, config.cache.record_memory)
+    images = open_features(vision, disk, parts)
     with bound_to(() if ranks is None else ranks.home):
-        executor = open_executor(model, draft, memory, resolved, dtype, stored, disk, grammars, parts, vision)
+        executor = open_executor(model, draft, memory, resolved, dtype, stored, disk, grammars, parts, images)
+    encoder_work = None if images is None else EncoderWork(images, resolved.max_inter_token_ms)
     commands = None if ranks is None or not ranks.is_leader else CommandStream(ranks.send_commands)
     disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, parts, ranks, commands)
     speculation = make_speculation(config.speculative)
-    scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, config.parallel)
+    scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, config.parallel, encoder_work)
     if commands is not None:
         CommandLog(scheduler, commands)
     adapters = load_adapters(config.lora, slots, scheduler, name, ranks, commands, resolved.adapter_bytes)
@@ -179,6 +182,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
         # Keyed with the memory manager's secret, which is stored with a prefix cache on disk.
         media_reader=_media_reader(model, memory),
         image_reader=open_image_reader(vision, model.spec, checkpoint, config, resolved, memory, parts),
+        encoder_work=encoder_work,
         speculation=speculation,
         grammars=grammars,
         hand_over=hand_over,
@@ -321,6 +325,7 @@ def _scheduler(
     disk_prefetch: DiskPrefetcher | None,
     drafter: Drafter | None,
     parallel: ParallelConfig,
+    encoder_work: EncoderWork | None = None,
 ) -> Scheduler:
     return Scheduler(
         memory,
@@ -332,6 +337,7 @@ def _scheduler(
         # A host tier that exists only for the disk tier has no space for preempted sequences.
         preemption_mode=resolved.preemption_mode if resolved.swap_space else "recompute",
         prefetch=None if disk_prefetch is None else disk_prefetch.prepare,
+        media=encoder_work,
         drafter=drafter,
         whole_prompts=resolved.is_encoder,
         plans_ahead=resolved.async_scheduling,

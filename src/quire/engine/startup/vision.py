@@ -10,11 +10,13 @@ from typing import Final, NamedTuple
 import torch
 
 from quire.config import EngineConfig, ModelConfig, MultimodalConfig, ResolvedConfig
+from quire.distributed.kvstore.disk_blocks import DiskBlocks
 from quire.engine.inputs.images.processing import ImageProcessing
 from quire.engine.inputs.images.reader import ImageReader
 from quire.engine.inputs.images.settings import read_processing, read_settings
 from quire.engine.inputs.images.sources import ImageSources
 from quire.errors import ConfigError, InvalidParameter
+from quire.execution.step.image_features import ImageFeatures
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.models.checkpoints.checkpoint import Checkpoint
@@ -86,6 +88,15 @@ def load_vision(
         return Vision(encoder, read_processing(settings, encoder.spec, images.processor_changes), files)
     except InvalidParameter as error:
         raise ConfigError(str(error), field="mm_processor_kwargs") from error
+
+
+def open_features(vision: Vision | None, disk: DiskBlocks | None, parts: ExitStack) -> ImageFeatures | None:
+    """Return the features of images, kept beside the prefix cache on disk as well; `parts` drops them."""
+    if vision is None:
+        return None
+    features = ImageFeatures(vision.encoder, None if disk is None else disk.disk)
+    parts.callback(features.close)
+    return features
 
 
 def open_image_reader(

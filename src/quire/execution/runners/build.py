@@ -18,10 +18,10 @@ from quire.execution.sampling.device.device_rows import warm_up
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.step.batch import BatchBuilder
 from quire.execution.step.embeddings import MultimodalEmbeddings
+from quire.execution.step.image_features import ImageFeatures
 from quire.execution.step.kv_storage import make_storages
 from quire.models.modules.causal_model import CausalModel
 from quire.models.modules.mtp import MTPHead
-from quire.models.modules.vision_encoder import VisionEncoder
 from quire.ops.interface.static_steps import MakesStaticSteps
 from quire.ops.interface.token_draws import DrawsTokens
 from quire.platform.host_probe import num_cores
@@ -44,7 +44,7 @@ def build_runner(
     grammars: GrammarBackend | None = None,
     captured: CaptureOptions | None = None,
     deferred: DeferredTokens | None = None,
-    vision: VisionEncoder | None = None,
+    images: ImageFeatures | None = None,
 ) -> ModelRunner:
     """Return the runner of a loaded decoder, with its KV memory.
 
@@ -62,7 +62,7 @@ def build_runner(
         captured: steps to capture; None for none.
         deferred: device tokens of steps, which are read after the next step was launched; None to read them with each
             step.
-        vision: encoder of images; None for a model without one.
+        images: features of images; None for a model without an encoder of them.
     """
     torch_device = torch.device(device)
     groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
@@ -86,7 +86,7 @@ def build_runner(
         sampler = Sampler(torch_device, grammar_states, keep, draws if is_apart else None, deferred)
     drafts = None if draft is None else DraftTokens()
     # With a draft model no plan is made ahead, so the only placeholders are drafts.
-    media = MultimodalEmbeddings(torch_device, vision)
+    media = MultimodalEmbeddings(torch_device, images)
     builder = BatchBuilder(block_size, torch_device, caches, drafts or deferred, media.by_sequence)
     own, drafter, steps, passes = len(decoder.cache_groups), None, None, None
     if captured is not None:

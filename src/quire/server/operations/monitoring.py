@@ -133,6 +133,7 @@ async def kv(state: ServerState, request: Request) -> Response:
             "disk": None if stats.disk is None else stats.disk._asdict(),
             "transfer": None if stats.transfer is None else stats.transfer._asdict(),
             "remote": None if stats.remote is None else stats.remote._asdict(),
+            "images": None if stats.images is None else stats.images._asdict(),
         }
     )
 
