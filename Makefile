@@ -2,7 +2,7 @@
 # make test   the test suite
 # make lint   formatting, types, layers, sizes, docs  make ci     everything that CI runs for this commit
 # make bench  the benchmarks of docs/performance.md   make full   all suites, recorded in docs/lab/full-runs.md
-# make clean  remove what the above created
+# make clean  remove what the above created           make kernels   those of kernels and steps, recorded there too
 #
 # The environment is made in .venv at the first command and again when pyproject.toml changes; the native kernels are
 # compiled when their sources or the compiler have changed.
@@ -18,7 +18,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 # Where it is set, each process of the tests compiles Quire's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test lint bench ci full clean native
+.PHONY: run test lint bench ci full kernels clean native
 .PRECIOUS: $(VENV)/.quire-%
 
 # The bundled model is too small to gain from a second thread, and on a busy machine threads wait for one another.
@@ -47,6 +47,9 @@ ci:
 
 full:
 	.ci/run --full
+
+kernels:
+	.ci/run --kernels
 
 $(VENV)/.quire-%: pyproject.toml tools/setup_env.py | native
 	$(PYTHON) tools/setup_env.py --venv $(VENV) --extra $*

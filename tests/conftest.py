@@ -12,6 +12,7 @@ from collections.abc import Generator, Hashable, Iterator, Mapping, Set
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,6 +48,9 @@ NEVER_LONG = (
     "tests/platform/test_huge_pages.py",
     "tests/scheduling/test_random_runs.py::test_tokens_do_not_depend_on_memory_budget_policy_or_company",
 )
+# Modules whose cases are of many models, by a fixture or a parameter: `--share` runs those of some models.
+SHARED_MODULES = ("tests/conformance/test_histories.py", "tests/hosted/test_net.py")
+MODEL_FIXTURES = ("reference", "model_type")
 # The line of a module whose tests are all slow.
 SLOW_MODULE = "\npytestmark = pytest.mark.slow\n"
 Case = TypeVar("Case")
@@ -173,9 +177,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that measures which cases are long."""
+    """Add the option that measures which cases are long, and the one that leaves out some models."""
     text = f"write the cases that take more processor time to {LONG_CASES.name}, beside those that are in it"
     parser.addoption("--list-long-tests", type=float, metavar="SECONDS", help=text)
+    text = f"of {', '.join(SHARED_MODULES)}, run the cases of one of COUNT shares of the models, counted from 0"
+    parser.addoption("--share", metavar="NUMBER/COUNT", help=text)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -213,6 +219,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif item.nodeid in long_cases and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.long)
+    if share := config.getoption("--share"):
+        kept, others = by_share(items, share)
+        config.hook.pytest_deselected(items=others)
+        items[:] = kept
+
+
+def by_share(items: list[pytest.Item], share: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the items without, and with, a model that belongs to another share than this one, `NUMBER/COUNT`."""
+    number, count = map(int, share.split("/"))
+    kept: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        model = next((values[name] for name in MODEL_FIXTURES if name in values), None)
+        is_shared = model is not None and item.nodeid.startswith(SHARED_MODULES)
+        is_other = is_shared and crc32(str(model).encode()) % count != number
+        (others if is_other else kept).append(item)
+    return kept, others
 
 
 def mark_beyond_pairs(items: list[pytest.Item]) -> None:

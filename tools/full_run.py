@@ -1,9 +1,10 @@
-"""The long suites that a commit needs: `python -m tools.full_run changed | levels LEVEL ... | record SECONDS`.
+"""The long suites that a commit needs: `python -m tools.full_run changed | levels LEVEL ... | share | record SECONDS`.
 
 Products of kernels' cases, kernels in Triton's interpreter and compiled for GPUs, and models on the lower levels of
 instructions take most of CI's time, and have the same result as long as the code that they run has not changed. `make
-full` runs them all and adds a row to `docs/lab/full-runs.md` with a digest of that code. CI leaves out the suites of
-code that has the digest of the last row, and one lower level, which follows from the commit, runs in any case.
+kernels` runs them all and adds a row to `docs/lab/full-runs.md` with a digest of that code. CI leaves out the suites of
+code that has the digest of the last row, and one lower level, which follows from the commit, runs in any case. So does
+a share of the suites with a case for each of many models (`--share` of the tests), which follows from the commit too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ PARTS: Final = {
 }
 SUFFIXES: Final = frozenset({".cpp", ".h", ".py"})
 NUM_DIGITS: Final = 16
+# Successive commits run each share of the models after some of them.
+NUM_SHARES: Final = 3
 
 
 def digest_of(part: str, root: Path = ROOT) -> str:
@@ -50,7 +53,7 @@ def _code(source: str) -> bytes:
 
 
 def changed_parts(root: Path = ROOT, page: Path = PAGE) -> list[str]:
-    """Return the names of the parts whose code is another than in the last full run."""
+    """Return the names of the parts whose code is another than in the last row."""
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| 2")]
     last = [cell.strip(" `") for cell in rows[-1].split("|")] if rows else []
     return [part for part in PARTS if digest_of(part, root) not in last]
@@ -63,8 +66,13 @@ def levels_to_run(levels: Sequence[str], changed: Sequence[str], commit: str | N
     return [levels[int(commit[:8], 16) % len(levels)]]
 
 
+def share_to_run(commit: str | None) -> str:
+    """Return the share of models, as `--share` reads it; the first one for an unknown commit."""
+    return f"{0 if commit is None else int(commit[8:16], 16) % NUM_SHARES}/{NUM_SHARES}"
+
+
 def record(seconds: int, page: Path = PAGE) -> str:
-    """Add the row of a full run to the page; return it."""
+    """Add the row of a run to the page; return it."""
     commit = (_commit() or "")[:8]
     digests = " | ".join(f"`{digest_of(part)}`" for part in PARTS)
     row = f"| {datetime.now(UTC):%Y-%m-%d} | {commit} | {seconds} s | {digests} |"
@@ -81,16 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Answer one question, or record a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("changed", help="print the parts whose code has changed since the last full run")
+    commands.add_parser("changed", help="print the parts whose code has changed since their suites last ran whole")
     levels = commands.add_parser("levels", help="print the lower levels of instructions to run")
     levels.add_argument("levels", nargs="*")
-    recorded = commands.add_parser("record", help="add the row of a full run that has passed")
+    commands.add_parser("share", help="print the share of models to run")
+    recorded = commands.add_parser("record", help="add the row of a run that has passed")
     recorded.add_argument("seconds", type=int)
     options = parser.parse_args(arguments)
     if options.command == "changed":
         print(*changed_parts())
     elif options.command == "levels":
         print(*levels_to_run(options.levels, changed_parts(), _commit()))
+    elif options.command == "share":
+        print(share_to_run(_commit()))
     else:
         print(record(options.seconds))
     return 0

@@ -1,9 +1,13 @@
 """Which long suites a commit needs."""
 
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.conftest import MODEL_FIXTURES, SHARED_MODULES, by_share
 from tools import full_run
 
 SOURCE = '"""A kernel."""\n\n\ndef double(x: int) -> int:\n    """Double."""\n    return 2 * x  # a shift\n'
@@ -72,3 +76,28 @@ def test_a_recorded_run_is_the_last_row(root: Path, monkeypatch: pytest.MonkeyPa
     assert page.read_text("utf-8").endswith(f"{row}\n")
     assert "| 01234567 | 1234 s |" in row
     assert full_run.changed_parts(full_run.ROOT, page) == []
+
+
+def test_each_commit_has_a_share_of_the_models() -> None:
+    shares = [full_run.share_to_run(f"{number:08x}".rjust(16, "a") + "0" * 24) for number in range(300)]
+    assert {shares.count(f"{idx}/{full_run.NUM_SHARES}") for idx in range(full_run.NUM_SHARES)} == {100}
+    assert full_run.share_to_run(None) == f"0/{full_run.NUM_SHARES}"
+
+
+def test_shares_divide_the_models_of_the_shared_modules() -> None:
+    models = [f"model-{number}" for number in range(60)]
+    modules = dict(zip(SHARED_MODULES, MODEL_FIXTURES, strict=True)) | {"tests/models/test_it.py": "reference"}
+    items: list[Any] = [
+        SimpleNamespace(nodeid=f"{module}::test_it[{model}]", callspec=SimpleNamespace(params={name: model}))
+        for module, name in modules.items()
+        for model in models
+    ]
+    items.append(SimpleNamespace(nodeid=f"{SHARED_MODULES[0]}::test_other"))
+    shares = [by_share(items, f"{number}/3")[0] for number in range(3)]
+    for module in SHARED_MODULES:
+        of_module = [[each.nodeid for each in kept if each.nodeid.startswith(f"{module}::test_it")] for kept in shares]
+        assert sorted(chain.from_iterable(of_module)) == sorted(f"{module}::test_it[{model}]" for model in models)
+        assert min(map(len, of_module)) > 10
+    assert all(len([each for each in kept if "::test_other" in each.nodeid]) == 1 for kept in shares)
+    assert all(len([each for each in kept if "tests/models" in each.nodeid]) == len(models) for kept in shares)
+    assert all(len(kept) + len(others) == len(items) for kept, others in [by_share(items, "1/3")])
