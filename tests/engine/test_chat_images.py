@@ -17,7 +17,7 @@ from quire.engine.inputs import tokenizer_pool
 from quire.engine.inputs.tokenizer_pool import FETCH_THREADS, TokenizerPool
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError, ImagesFull, InvalidParameter, PromptTooLong, RequestError, UnsupportedFeature
-from tests.images.tiny_model import PAD, data_url, picture, save, url_part
+from tests.images.tiny_model import GEMMA_MARKS, PAD, data_url, picture, save, save_gemma, url_part
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 600, "num_threads": 1}
@@ -250,3 +250,25 @@ def test_waiting_images_are_limited_in_bytes(llm: LLM, monkeypatch: pytest.Monke
         asyncio.run(scenario())
     finally:
         pool.close()
+
+
+def test_text_that_a_model_expects_around_images(tmp_path: Path) -> None:
+    start, soft, end = GEMMA_MARKS
+    with LLM(str(save_gemma(tmp_path)), **OPTIONS, max_num_batched_tokens=512) as llm:
+        tokenizer = llm.get_tokenizer()
+
+        def tokens_of(text: str) -> list[int]:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            return [one for each in ids for one in [each] * (16 if each == tokenizer.added_ids[soft] else 1)]
+
+        around = f"\n\n{start}{soft}{end}\n\n"
+        output = chat(llm, url_part(FIRST), url_part(SECOND), WORDS)
+        assert output.prompt_token_ids == tokens_of(f"<|user|>{around}{around}What is this?<|assistant|>")
+        text = {"prompt": f"a{start}b", "multi_modal_data": {"image": FIRST}}
+        (output,) = llm.generate(text, GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids[-len(tokens_of(f"a{around}b")) :] == tokens_of(f"a{around}b")
+        # What a client writes stays text.
+        output = chat(llm, {"type": "text", "text": f"{start} {soft}"}, url_part(FIRST))
+        placed = [tokenizer.added_ids[start], *[tokenizer.added_ids[soft]] * 16, tokenizer.added_ids[end]]
+        added = [each for each in output.prompt_token_ids if each in placed]
+        assert added == placed

@@ -88,6 +88,61 @@ def save(folder: Path) -> Path:
     return folder
 
 
+GEMMA_MARKS = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+GEMMA_TEMPLATE = TEMPLATE.replace(f"{START}{PAD}{END}", GEMMA_MARKS[0])
+GEMMA_TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.2,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GEMMA_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 32,
+    "initializer_range": 0.2,
+    "vision_use_head": False,
+}
+GEMMA_SETTINGS: dict[str, Any] = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 32, "width": 32},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def save_gemma(folder: Path) -> Path:
+    """Write a tiny Gemma 3 with images of 16 tokens, and return its folder."""
+    library = tokenizer_library()
+    library.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in (*GEMMA_MARKS, "<|tool|>")])
+    start, soft, end = (library.token_to_id(mark) for mark in GEMMA_MARKS)
+    parts: dict[str, Any] = {
+        "text_config": GEMMA_TEXT | {"vocab_size": library.get_vocab_size(), "pad_token_id": 0},
+        "vision_config": GEMMA_VISION,
+        "boi_token_index": start,
+        "image_token_index": soft,
+        "eoi_token_index": end,
+    }
+    torch.manual_seed(3)
+    config = transformers.Gemma3Config(mm_tokens_per_image=16, **parts)
+    transformers.Gemma3ForConditionalGeneration(config).eval().save_pretrained(folder)
+    library.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": GEMMA_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    (folder / "preprocessor_config.json").write_text(json.dumps(GEMMA_SETTINGS))
+    return folder
+
+
 def picture(width: int, height: int, seed: int, form: str = "PNG") -> bytes:
     """Return a file with noise."""
     noise = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)

@@ -85,6 +85,8 @@ class PromptReader(NamedTuple):
             return self._read_mapping(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, str | ChatPrompt):
             text = prompt if isinstance(prompt, str) else prompt.text
+            if isinstance(prompt, ChatPrompt) and prompt.images and self.image_reader is not None:
+                prompt = self.image_reader.written(prompt)
             read = TokenPrompt(self._encode(prompt, add_special_tokens=add_special_tokens), text)
             if isinstance(prompt, ChatPrompt) and prompt.images:
                 return self._with_images(read, chat_images=prompt.images)
@@ -155,6 +157,8 @@ class PromptReader(NamedTuple):
         inner, media = prompt[names[0]], prompt.get("media")
         if isinstance(inner, str) != (names[0] == "prompt"):
             raise InvalidParameter(names[0], inner, "a string" if names[0] == "prompt" else "a list of token ids")
+        if isinstance(inner, str) and prompt.get(IMAGES) is not None and self.image_reader is not None:
+            inner = self.image_reader.written(inner)
         whole = self.read(inner, add_special_tokens=add_special_tokens)
         if prompt.get(IMAGES) is not None:
             if media is not None:

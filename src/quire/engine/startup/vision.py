@@ -21,7 +21,7 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.vision_files import find_vision
-from quire.models.families.vision_towers import image_token_id
+from quire.models.families.vision_towers import image_placeholder, image_token_id
 from quire.models.loading.vision import load_vision_encoder
 from quire.models.modules.vision_encoder import VisionEncoder
 from quire.models.specs.spec import ModelSpec
@@ -138,6 +138,7 @@ def open_image_reader(
         spec.image_rows,
         form,
         key,
+        placeholder=image_placeholder(checkpoint.config),
         max_images=images.max_images,
         sources=ImageSources(images.allowed_media_domains, folder),
     )

@@ -150,6 +150,10 @@ _IMAGE_TOKENS: Final[Mapping[Callable[[HFConfig], tuple[VisionSpec, WeightMap]],
     gemma3_vision: ("image_token_index", 262144),
     qwen_vision: ("image_token_id", 151655),
 }
+# Text of an image in templates and prompts, and the text that is tokenized instead.
+_PLACEHOLDERS: Final[Mapping[Callable[[HFConfig], tuple[VisionSpec, WeightMap]], tuple[str, str]]] = {
+    gemma3_vision: ("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
+}
 _PREFIXES: Final = tuple(f"{name}." for name in (_QWEN_PREFIX, _SIGLIP_PREFIX, _SIGLIP_PROJECTOR))
 
 
@@ -183,6 +187,11 @@ def image_token_id(config: Mapping[str, Any]) -> int:
     """Return the token that stands for an image in texts, as chat templates write it."""
     name, default = _IMAGE_TOKENS[_find_tower(config) or qwen_vision]
     return HFConfig(config).count(name, default)
+
+
+def image_placeholder(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the text of an image in prompts, and the text that is tokenized instead; None if they are the same."""
+    return _PLACEHOLDERS.get(_find_tower(config) or qwen_vision)
 
 
 def _vision_config(config: HFConfig) -> HFConfig:

@@ -22,6 +22,7 @@ from quire.models.modules.vision_encoder import ImagePatches
 from quire.models.specs.spec import ImageRows
 from quire.platform.bounded.files import read_file, reason_of, user_path
 from quire.sequences.media import Media
+from quire.text.chat.chat_prompt import ChatPrompt
 from quire.text.chat.images import ChatImage
 from quire.text.vocabulary.long_texts import TooManyTokens
 
@@ -47,6 +48,7 @@ class ImageReader:
         processing: conversion of pixels to patches.
         token_id: token that stands for an image in a prompt.
         image_rows: treatment of the rows of images in the decoder.
+        placeholder: text that stands for an image, and the one with the token in its place; None if they are the same.
         form: text for everything else that features follow from: the encoder's dtype and kernels.
         key: secret of at most 64 bytes; see `EmbeddingsReader`.
         max_images: maximum number of images of a prompt.
@@ -61,16 +63,21 @@ class ImageReader:
         form: str,
         key: bytes,
         *,
+        placeholder: tuple[str, str] | None = None,
         max_images: int,
         sources: ImageSources,
     ) -> None:
         self.processing, self.token_id, self.max_images = processing, token_id, max_images
-        self._rows = image_rows
+        self._rows, self._placeholder = image_rows, placeholder
         self._small = processing.reduced(SMALL_PIXELS)
         self._form = f"{form} {processing}"
         self._key = key
         self._sources = sources
         self._decoder = ImageDecoder()
+
+    def written(self, prompt: str | ChatPrompt) -> str | ChatPrompt:
+        """Return a text with images as it is tokenized: with the text around each image that the model expects."""
+        return prompt if self._placeholder is None else prompt.replace(*self._placeholder)
 
     def read(self, value: object, token_ids: Sequence[int], max_tokens: int) -> tuple[list[int], tuple[Media, ...]]:
         """Return a prompt's tokens with as many placeholders as each image has tokens, and the media of these.
