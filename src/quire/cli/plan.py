@@ -36,6 +36,9 @@ OPTIONS = (
     "speculative_method",
     "num_speculative_tokens",
     "draft_model",
+    "mmproj",
+    "limit_mm_per_prompt",
+    "language_model_only",
     "tensor_parallel_size",
     "enable_expert_parallel",
     "enforce_eager",
@@ -156,7 +159,8 @@ def _lines(plan: MemoryPlan, rates: Sequence[float | None]) -> Iterator[str]:
         yield f"A token takes {_size(plan.bytes_per_token)} in all groups together."
     if plan.weights_bytes is not None:
         source = "an estimate from parameters and dtype" if plan.is_weights_estimate else "as given or stored"
-        yield f"Weights: {_size(plan.weights_bytes)} ({source})."
+        part = "" if plan.encoder_bytes is None else f", {_size(plan.encoder_bytes)} of it for the encoder of images"
+        yield f"Weights: {_size(plan.weights_bytes)}{part} ({source})."
     if plan.gpu is not None:
         yield _gpu_line(plan.gpu)
     if plan.arena_bytes is None:

@@ -32,16 +32,20 @@ from quire.models.capacity.gpu_budget import plan_gpu, step_cost
 from quire.models.capacity.pool_sizing import MIN_FITTED_CONTEXT, memory_concurrency, size_pool
 from quire.models.capacity.report import GPUPlan, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.models.checkpoints.checkpoint import find_gguf, read_config
+from quire.models.checkpoints.vision_files import find_mmproj
 from quire.models.families.quantization_config import (
     check_stored_method,
     read_quantization_config,
+    without_quantization,
 )
+from quire.models.families.vision_towers import build_vision
 from quire.models.gguf.reader import GGUFFile
 from quire.models.hosted.choice import one_process_only, read_decoder
 from quire.models.specs.cache_layout import cache_specs
 from quire.models.specs.hosted_spec import HostedSpec
-from quire.models.specs.parameter_estimate import smaller_forms, weight_bytes
+from quire.models.specs.parameter_estimate import estimate_vision, smaller_forms, weight_bytes
 from quire.models.specs.spec import ModelSpec, StateCacheShape, TokenCacheShape
+from quire.platform.bounded.files import user_path
 
 # The method of checkpoints that store only experts quantised.
 MXFP4 = "mxfp4"
@@ -131,7 +135,8 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     weights_dtype = _weights_dtype(options.dtype, target.raw, notes)
     cache_dtype = request.config.cache.kv_cache_dtype
     dtypes = _Dtypes(weights_dtype, weights_dtype if cache_dtype == "auto" else cache_dtype)
-    weights_bytes = _weights_bytes(request, models, weights_dtype)
+    encoder_bytes = _encoder_bytes(request, target.raw, weights_dtype)
+    weights_bytes = _weights_bytes(request, models, weights_dtype, encoder_bytes or 0)
     if target.method not in (None, MXFP4) and weights_bytes is not None and request.weights_bytes is None:
         notes.append(
             f"The weights are stored quantised ({target.method}) and take less than the estimate, which is of their "
@@ -168,6 +173,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         groups=groups,
         bytes_per_token=tokens_bytes(specs) // specs[0].block_size,
         weights_bytes=weights_bytes,
+        encoder_bytes=encoder_bytes,
         is_weights_estimate=weights_bytes is not None
         and request.weights_bytes is None
         and any(model.stored_bytes is None for model in models),
@@ -217,14 +223,36 @@ def _weights_dtype(option: str, raw: Mapping[str, Any], notes: list[str]) -> str
     return str(stated)
 
 
-def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -> int | None:
-    """Return the bytes of the weights of all models; None if the request states no memory."""
+def _encoder_bytes(request: PlanRequest, raw: Mapping[str, Any], dtype: str) -> int | None:
+    """Return the bytes of the encoder of images that the engine would load; None if it would load none."""
+    options = request.config.model
+    if options.model_impl == "transformers" or not request.config.multimodal.max_images:
+        return None
+    model = find_gguf(options.model, options.revision)
+    try:
+        if model is not None:
+            path = find_mmproj(model) if options.mmproj is None else user_path(options.mmproj)
+            return None if path is None else sum(tensor.num_bytes for tensor in GGUFFile.open(path).tensors.values())
+        built = build_vision(without_quantization(raw), ())
+    except ConfigError:
+        if options.mmproj is not None:
+            raise
+        return None  # images are refused, and texts are served
+    return (
+        None
+        if built is None
+        else estimate_vision(built[0]).num_bytes(CACHE_DTYPES[dtype].element_bytes, options.quantization)
+    )
+
+
+def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str, encoder_bytes: int) -> int | None:
+    """Return the bytes of the weights of all models and the encoder; None if the request states no memory."""
     if request.memory_bytes is None:
         return None
     weights_bytes = request.weights_bytes
     if weights_bytes is None:
         form = request.config.model.quantization
-        weights_bytes = sum(
+        weights_bytes = encoder_bytes + sum(
             _estimate(request, model, dtype, form) if model.stored_bytes is None else model.stored_bytes
             for model in models
         )

@@ -127,7 +127,8 @@ class MemoryPlan:
         max_model_len: longest sequence that the engine accepts, in tokens.
         groups: cache groups, token caches before states; then the groups of the draft model or head.
         bytes_per_token: bytes of one token in all groups.
-        weights_bytes: bytes of the weights of both models; None if the request states no memory.
+        weights_bytes: bytes of the weights of both models and of the encoder; None if the request states no memory.
+        encoder_bytes: bytes of the weights of the encoder of images; None if none is loaded.
         is_weights_estimate: whether `weights_bytes` was estimated.
         gpu: memory of a GPU and of its steps; None on a CPU, or if the request states no memory.
         arena_bytes: bytes of the cache, null blocks included; None without a budget.
@@ -149,6 +150,7 @@ class MemoryPlan:
     groups: tuple[GroupPlan, ...]
     bytes_per_token: int
     weights_bytes: int | None
+    encoder_bytes: int | None
     is_weights_estimate: bool
     gpu: GPUPlan | None
     arena_bytes: int | None

@@ -5,6 +5,7 @@ Norms, biases and convolution taps are left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from quire.models.specs.spec import (
     PlainMLP,
     ShortConv,
 )
+from quire.models.specs.vision_spec import JoinedSquares, VisionSpec
 
 
 class Matrix(NamedTuple):
@@ -83,6 +85,21 @@ def estimate_parameters(spec: ModelSpec | HostedSpec) -> ParameterCounts:
         experts=sum(matrix.size for matrix in matrices if matrix.is_expert),
         downs=sum(matrix.size for matrix in matrices if matrix.is_down and not matrix.is_expert),
     )
+
+
+def estimate_vision(spec: VisionSpec) -> ParameterCounts:
+    """Estimate the parameters of an encoder of images; the table is that of its positions."""
+    joined, mergers = spec.width * spec.merge_size**2, 1 + len(spec.deepstack)
+    projections = math.prod(spec.patch_shape) * spec.width
+    for layer in spec.layers:
+        heads = layer.attention
+        projections += 2 * spec.width * (heads.num_heads + heads.num_kv_heads) * heads.head_dim
+        projections += (3 if layer.mlp.gated else 2) * spec.width * layer.mlp.width
+    if isinstance(spec.merger, JoinedSquares):
+        projections += mergers * joined * (joined + spec.out_width)
+    else:
+        projections += spec.width * spec.out_width
+    return ParameterCounts(spec.table_side**2 * spec.width, 0, is_tied=True, projections=projections)
 
 
 def smaller_forms(quantization: Quantization | None) -> tuple[Quantization, ...]:
