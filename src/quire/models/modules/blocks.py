@@ -165,6 +165,7 @@ class AttentionBlock:
         if self._joint_norms is not None:
             self._joint_norms(qkv)
         q = step.prepare(self._layer_idx, qkv, self._norms, rotation)
+        del qkv  # its memory is for what follows
         if selected is not None:
             if not len(residual):
                 return residual
