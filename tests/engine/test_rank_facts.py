@@ -32,7 +32,7 @@ WAIT_S = 300
 # Options that ranks may have apart: the files that some name are compared by their contents.
 OWN = {
     *("model", "tokenizer", "revision", "chat_template", "lora_modules", "record_memory", "kv_events_config"),
-    *("device", "kernels", "num_threads", "cpu_bind", "allowed_local_media_path", "allowed_media_domains"),
+    *("device", "kernels", "num_threads", "cpu_bind", "allowed_local_media_path", "allowed_media_domains", "mmproj"),
 }
 
 

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_language_model_of_a_checkpoint_with_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As transformers saves it, under the names of the released checkpoints; the rest of its tensors is left out."""
+    """As transformers saves it, under the names of the released checkpoints; the rest is the encoder's, no surplus."""
     text = SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 7}
     config = Gemma3Config(
         text_config=text | {"sliding_window": 9, "initializer_range": 0.2},
@@ -41,7 +41,7 @@ def test_the_language_model_of_a_checkpoint_with_images(tmp_path: Path, caplog: 
     reference = Gemma3ForConditionalGeneration(config).eval()
     reference.save_pretrained(tmp_path)
     decoder = load_decoder(Checkpoint.open(str(tmp_path)), device="cpu", dtype=torch.float32)
-    assert "multi_modal_projector" in caplog.text
+    assert not caplog.text
     token_ids = random_tokens(45)
     with torch.inference_mode():
         run = PagedRun(decoder)

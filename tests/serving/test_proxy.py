@@ -127,7 +127,7 @@ def test_the_rest_of_the_surface_passes_through(fleet: FleetProcesses) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
     named = http.post("/v1/completions", json={**GREEDY, "prompt": "a"}, headers={"x-request-id": "mine"})
     assert named.headers["x-request-id"] == "mine"
-    assert http.post("/v1/completions", content=b"x" * (9 << 20)).status_code == 413
+    assert http.post("/v1/completions", content=b"x" * (65 << 20)).status_code == 413
     wrong = http.post("/router/drain", json={"replica": "nobody"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "replica")
 
