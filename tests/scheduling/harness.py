@@ -29,6 +29,7 @@ class Job:
     Args:
         abort_at: step of the abort.
         abort_while_running: the abort comes between the plan and its results.
+        media_see_themselves: the rows of a medium see each other, so a step has all of them or none.
     """
 
     prompt: tuple[int, ...]
@@ -43,6 +44,7 @@ class Job:
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
     media: tuple[MediaSpan, ...] = ()
+    media_see_themselves: bool = False
     priority: int = 0
     flow: str | None = None
     arrives_at: int = 0
@@ -291,7 +293,9 @@ class Harness:
             priority=job.priority,
             flow=job.flow,
             namespace=Namespace(cache_salt=job.cache_salt),
-            media=tuple(Media(span, None) for span in job.media if span.end <= len(job.prompt)),
+            media=tuple(
+                Media(span, None, None, job.media_see_themselves) for span in job.media if span.end <= len(job.prompt)
+            ),
             retain_cache=seed % 2 == 1,
         )
         self.scheduler.add(request)

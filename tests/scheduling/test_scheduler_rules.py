@@ -8,6 +8,7 @@ import pytest
 
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory import FullAttention, KVCacheManager, RecurrentState, SlidingWindow, TokenAccount, TokenSources
+from quire.memory.prefix.prompt_embeddings import MediaSpan
 from quire.scheduling import Scheduler
 from quire.scheduling.plan import ItemResult
 from quire.sequences import FinishReason, SequenceStatus
@@ -74,6 +75,43 @@ def test_prompts_are_cut_to_the_pace_only_beside_decodes() -> None:
     assert [len(item.token_ids) for item in harness.step().items] == [1, 1, 5], (
         "an admitted prompt takes the rest of the budget"
     )
+    finish_all(harness)
+
+
+SEEN = MediaSpan(5, 8, b"a picture")
+
+
+def test_media_that_see_themselves_are_computed_whole() -> None:
+    harness = Harness(Setting(budget=12, max_num_seqs=4, chunk_tokens=3))
+    job = Job(prompt=prompt(30), media=(SEEN,), media_see_themselves=True, max_tokens=1, ignore_eos=True)
+    harness.add(job, seed=0)
+    chunks = [(item.start, len(item.token_ids)) for _ in range(4) for item in harness.step().items]
+    assert chunks == [(0, 5), (5, 12), (17, 12), (29, 1)]
+    # A hit leaves the last token, which is one of the medium's: it goes back to where the medium begins.
+    harness.add(replace(job, prompt=prompt(13)), seed=1)
+    assert [(item.start, len(item.token_ids)) for item in harness.step().items] == [(5, 8)]
+    # Beside a decode, a chunk is as large as the medium.
+    harness.add(Job(prompt=prompt(1, 7), max_tokens=20, ignore_eos=True), seed=2)
+    harness.step()
+    harness.add(replace(job, prompt=prompt(30, 2)), seed=3)
+    counts = [len(item.token_ids) for _ in range(5) for item in harness.step().items if item.seq_id == 3]
+    assert sum(counts) == 30
+    assert (counts[0], max(counts[1:])) == (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (Setting(budget=11, max_num_seqs=4), "at most 7 tokens"),
+        (Setting(num_blocks=8, specs=(SlidingWindow(block_size=4, window=25),)), "fit into the KV cache whole"),
+    ],
+)
+def test_media_that_no_step_has_whole_are_refused(setting: Setting, words: str) -> None:
+    harness = Harness(setting)
+    job = Job(prompt=prompt(60), media=(SEEN,), media_see_themselves=True, max_tokens=1)
+    with pytest.raises(InvalidParameter, match=words):
+        harness.add(job, seed=0)
+    harness.add(replace(job, media_see_themselves=False), seed=1)
     finish_all(harness)
 
 
