@@ -54,7 +54,7 @@ def test_unfinished_bodies_have_a_bound_together(router: ServerProcess) -> None:
 @pytest.mark.slow
 def test_many_long_unfinished_bodies_do_not_stay_in_memory(server: ServerProcess, tmp_path: Path) -> None:
     part = post(COMPLETIONS, b"x" * (8 << 20))[:-10]
-    with router_before(server, tmp_path / "log") as router:
+    with router_before(server, tmp_path / "log", "--max-body-bytes", str(8 << 20)) as router:
         before = resident(router)
         with ExitStack() as stack:
             connections: list[socket.socket] = []
