@@ -81,6 +81,28 @@ def test_other_urls_are_refused_by_name(url: str) -> None:
     assert refused.value.field == "messages[0]"
 
 
+@pytest.mark.parametrize("num_before", range(3))
+def test_percent_escapes_are_resolved_wherever_parts_end(num_before: int) -> None:
+    data = bytes(range(256)) * 400
+    text = base64.b64encode(data).decode()
+    escaped = text[:num_before] + "".join(f"%{ord(char):02x}" for char in text[num_before:])
+    assert len(escaped) > 4 * sources.ESCAPED_CHARS
+    assert ImageSources().read("image_url", f"data:image/png;base64,{escaped}") == data
+
+
+def test_percent_escapes_cost_little_memory() -> None:
+    """All at once, the library would take a hundred bytes for each."""
+    url = "data:image/png;base64," + "%41" * (1 << 20)
+    tracemalloc.start()
+    try:
+        assert ImageSources().read("image_url", url) == bytes(3 << 18)
+        assert tracemalloc.get_traced_memory()[1] < 6 * len(url)
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(InvalidParameter, match="33554432 characters"):
+        ImageSources().read("image_url", "data:image/png;base64," + "%41%" * (8 << 20))
+
+
 @pytest.mark.parametrize("url", ["data:" + ";" * (1 << 20), "data:" + "a" * (1 << 20), "http://a/" + "b" * (1 << 20)])
 def test_a_long_head_of_a_url_costs_no_memory(url: str) -> None:
     """A part that repeats would take a hundred bytes for each repetition."""

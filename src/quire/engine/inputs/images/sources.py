@@ -30,6 +30,8 @@ MAX_URL_CHARS: Final = 1 << 13
 FETCH_TIMEOUT_S: Final = 10.0
 # Characters of base64 that one call, which holds the interpreter's lock, decodes; a multiple of 4.
 PIECE_CHARS: Final = 1 << 20
+# Characters in which percent escapes are resolved in one call.
+ESCAPED_CHARS: Final = 1 << 16
 # Characters in which the head of a data URL ends; matching a long one would take memory for each of its parameters.
 MAX_HEAD_CHARS: Final = 256
 _DATA_URL: Final = re.compile(r"data:[\w.+/-]*((?:;[\w.=+-]*)*),", re.ASCII | re.IGNORECASE)
@@ -116,9 +118,7 @@ class ImageSources:
 
     def decode(self, field: str, text: str) -> bytes:
         """Return the content of an image in base64; see `read`. Other threads run between its parts."""
-        # An estimate: very long texts are not decoded.
-        if len(text) * 3 > (MAX_BYTES + 3) * 4:
-            raise InvalidParameter(field, f"{len(text)} characters", _within("base64"))
+        _check_length(field, text)
         pieces = []
         try:
             for start in range(0, len(text), PIECE_CHARS):
@@ -137,7 +137,8 @@ class ImageSources:
         if not head[1].lower().endswith(";base64"):
             raise InvalidParameter(field, url, "a data URL in base64")
         text = url[head.end() :]
-        return self.decode(field, unquote(text) if "%" in text else text)
+        _check_length(field, text)
+        return self.decode(field, _unescaped(text) if "%" in text else text)
 
     def _read_file(self, field: str, parts: SplitResult) -> bytes:
         if self._folder is None:
@@ -200,6 +201,24 @@ class ImageSources:
         if len(data) > MAX_BYTES:
             raise InvalidParameter(field, f"more than {MAX_BYTES} bytes of {host}", _within("a page"))
         return data
+
+
+def _check_length(field: str, text: str) -> None:
+    """Refuse a text in base64 that is too long, by an estimate, before anything is made of it."""
+    if len(text) * 3 > (MAX_BYTES + 3) * 4:
+        raise InvalidParameter(field, f"{len(text)} characters", _within("base64"))
+
+
+def _unescaped(text: str) -> str:
+    """Return a text without percent escapes, part by part: the library makes a string of each escape, at once."""
+    parts, start = [], 0
+    while start < len(text):
+        end = start + ESCAPED_CHARS
+        cut = text.rfind("%", end - 2, end)  # of an escape that the part would divide
+        end = end if cut < 0 else cut
+        parts.append(unquote(text[start:end]))
+        start = end
+    return "".join(parts)
 
 
 def _shut(sock: socket.socket) -> None:
