@@ -21,7 +21,7 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.vision_files import find_vision
-from quire.models.families.vision_towers import image_placeholder, image_token_id
+from quire.models.families.vision_towers import find_tower
 from quire.models.loading.vision import load_vision_encoder
 from quire.models.modules.vision_encoder import VisionEncoder
 from quire.models.specs.spec import ModelSpec
@@ -117,7 +117,9 @@ def open_image_reader(
     """
     if vision is None:
         return None
+    tower = find_tower(checkpoint.config)
     assert isinstance(spec, ModelSpec), "an encoder of images beside another model than a decoder"
+    assert tower is not None, "an encoder of images of another architecture"
     # Each other sequence may have a token in the step that has a whole image.
     least = resolved.max_num_seqs + vision.processing.max_tokens
     if spec.image_rows.see_each_other and resolved.max_num_batched_tokens < least:
@@ -134,11 +136,11 @@ def open_image_reader(
     key = memory.chain([], Namespace("images")).root[0]
     reader = ImageReader(
         vision.processing,
-        image_token_id(checkpoint.config),
+        tower.image_token(checkpoint.config),
         spec.image_rows,
         form,
         key,
-        placeholder=image_placeholder(checkpoint.config),
+        placeholder=tower.placeholder,
         max_images=images.max_images,
         sources=ImageSources(images.allowed_media_domains, folder),
     )

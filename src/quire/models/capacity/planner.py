@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from quire.config import (
@@ -38,7 +39,7 @@ from quire.models.families.quantization_config import (
     read_quantization_config,
     without_quantization,
 )
-from quire.models.families.vision_towers import build_vision
+from quire.models.families.vision_towers import build_vision, find_tower
 from quire.models.gguf.reader import GGUFFile
 from quire.models.hosted.choice import one_process_only, read_decoder
 from quire.models.specs.cache_layout import cache_specs
@@ -90,7 +91,7 @@ class _Model:
         check_stored_method(wanted, raw, is_gguf=file is not None)
         stored_bytes = None
         if file is not None:
-            stored_bytes = sum(tensor.num_bytes for tensor in GGUFFile.open(file).tensors.values())
+            stored_bytes = _stored_bytes(file)
         method_name = None if method is None else method.method
         return cls(str(raw["architectures"][0]), raw, spec, spec, stored_bytes, method_name)
 
@@ -223,26 +224,31 @@ def _weights_dtype(option: str, raw: Mapping[str, Any], notes: list[str]) -> str
     return str(stated)
 
 
+def _stored_bytes(file: Path) -> int:
+    """Return the bytes of the tensors in a GGUF file."""
+    return sum(tensor.num_bytes for tensor in GGUFFile.open(file).tensors.values())
+
+
 def _encoder_bytes(request: PlanRequest, raw: Mapping[str, Any], dtype: str) -> int | None:
     """Return the bytes of the encoder of images that the engine would load; None if it would load none."""
     options = request.config.model
-    if options.model_impl == "transformers" or not request.config.multimodal.max_images:
+    has_ranks = request.config.parallel.tensor_parallel_size > 1
+    reads_images = request.config.multimodal.max_images > 0 and options.model_impl != "transformers"
+    if has_ranks or not reads_images or find_tower(raw) is None:
         return None
     model = find_gguf(options.model, options.revision)
     try:
         if model is not None:
             path = find_mmproj(model) if options.mmproj is None else user_path(options.mmproj)
-            return None if path is None else sum(tensor.num_bytes for tensor in GGUFFile.open(path).tensors.values())
+            return None if path is None else _stored_bytes(path)
         built = build_vision(without_quantization(raw), ())
     except ConfigError:
         if options.mmproj is not None:
             raise
         return None  # images are refused, and texts are served
-    return (
-        None
-        if built is None
-        else estimate_vision(built[0]).num_bytes(CACHE_DTYPES[dtype].element_bytes, options.quantization)
-    )
+    if built is None:
+        return None
+    return estimate_vision(built[0]).num_bytes(CACHE_DTYPES[dtype].element_bytes, options.quantization)
 
 
 def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str, encoder_bytes: int) -> int | None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from quire.errors import CheckpointError
 from quire.models.families.encoder_layout import read_elementwise, read_heads
@@ -137,22 +137,39 @@ def gemma3_vision(config: HFConfig) -> tuple[VisionSpec, WeightMap]:
     return spec, names
 
 
-# Name under "architectures" in a checkpoint's config.json -> reader of its vision encoder.
-TOWERS: Final[Mapping[str, Callable[[HFConfig], tuple[VisionSpec, WeightMap]]]] = {
-    "Gemma3ForConditionalGeneration": gemma3_vision,
-    "Qwen3VLForConditionalGeneration": qwen_vision,
-    "Qwen3VLMoeForConditionalGeneration": qwen_vision,
-    "Qwen3_5ForConditionalGeneration": qwen_vision,
-    "Qwen3_5MoeForConditionalGeneration": qwen_vision,
-}
-# Field of config.json with the token of an image, and its default.
-_IMAGE_TOKENS: Final[Mapping[Callable[[HFConfig], tuple[VisionSpec, WeightMap]], tuple[str, int]]] = {
-    gemma3_vision: ("image_token_index", 262144),
-    qwen_vision: ("image_token_id", 151655),
-}
-# Text of an image in templates and prompts, and the text that is tokenized instead.
-_PLACEHOLDERS: Final[Mapping[Callable[[HFConfig], tuple[VisionSpec, WeightMap]], tuple[str, str]]] = {
-    gemma3_vision: ("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
+class Tower(NamedTuple):
+    """The vision encoder of an architecture, and the text and token of its images.
+
+    Args:
+        read: reader of the encoder.
+        token_field, token_id: field of config.json with the token of an image in a prompt, and its default.
+        placeholder: text of an image in templates and prompts, and the text that is tokenized instead; None if they are
+            the same.
+    """
+
+    read: Callable[[HFConfig], tuple[VisionSpec, WeightMap]]
+    token_field: str
+    token_id: int
+    placeholder: tuple[str, str] | None = None
+
+    def image_token(self, config: Mapping[str, Any]) -> int:
+        """Return the token that stands for an image in a prompt."""
+        return HFConfig(config).count(self.token_field, self.token_id)
+
+
+_QWEN: Final = Tower(qwen_vision, "image_token_id", 151655)
+# Name under "architectures" in a checkpoint's config.json -> its vision encoder.
+TOWERS: Final[Mapping[str, Tower]] = {
+    "Gemma3ForConditionalGeneration": Tower(
+        gemma3_vision,
+        "image_token_index",
+        262144,
+        ("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
+    ),
+    "Qwen3VLForConditionalGeneration": _QWEN,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN,
+    "Qwen3_5ForConditionalGeneration": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN,
 }
 _PREFIXES: Final = tuple(f"{name}." for name in (_QWEN_PREFIX, _SIGLIP_PREFIX, _SIGLIP_PROJECTOR))
 
@@ -164,10 +181,10 @@ def build_vision(config: Mapping[str, Any], tensors: Iterable[str]) -> tuple[Vis
         config: fields of config.json.
         tensors: names of the checkpoint's tensors.
     """
-    reader = _find_tower(config)
-    if reader is None:
+    tower = find_tower(config)
+    if tower is None:
         return None
-    spec, names = reader(HFConfig(config))
+    spec, names = tower.read(HFConfig(config))
     if any(name.startswith(f"{_SIGLIP_INNER}.") for name in tensors):
         names = renamed_sources(names, partial(re.sub, f"^{_SIGLIP_PREFIX}\\.", f"{_SIGLIP_INNER}."))
     return spec, names
@@ -175,23 +192,13 @@ def build_vision(config: Mapping[str, Any], tensors: Iterable[str]) -> tuple[Vis
 
 def is_of_vision(config: Mapping[str, Any], tensor: str) -> bool:
     """Return whether a tensor is one of a vision encoder in `TOWERS`, and so no part of the decoder."""
-    return tensor.startswith(_PREFIXES) and _find_tower(config) is not None
+    return tensor.startswith(_PREFIXES) and find_tower(config) is not None
 
 
-def _find_tower(config: Mapping[str, Any]) -> Callable[[HFConfig], tuple[VisionSpec, WeightMap]] | None:
+def find_tower(config: Mapping[str, Any]) -> Tower | None:
+    """Return the vision encoder of a checkpoint's architecture; None if it has none, or one that is not implemented."""
     names = config.get("architectures")
     return TOWERS.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
-
-
-def image_token_id(config: Mapping[str, Any]) -> int:
-    """Return the token that stands for an image in texts, as chat templates write it."""
-    name, default = _IMAGE_TOKENS[_find_tower(config) or qwen_vision]
-    return HFConfig(config).count(name, default)
-
-
-def image_placeholder(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the text of an image in prompts, and the text that is tokenized instead; None if they are the same."""
-    return _PLACEHOLDERS.get(_find_tower(config) or qwen_vision)
 
 
 def _vision_config(config: HFConfig) -> HFConfig:
