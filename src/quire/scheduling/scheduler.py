@@ -397,9 +397,9 @@ class Scheduler:
                 spare -= num_rows
                 scheduled[first] = 1
             else:
-                count = min(1, limit)
+                count = min(pending, limit)
                 if pending > 1:
-                    count = min(memory.step_limit(first.seq_id, min(pending, spare)), limit)
+                    count = memory.step_limit(first.seq_id, min(count, spare))
                     count = first.request.whole_media(first.num_computed, count)
                 count = self._append_or_preempt(group, count, position)
                 if pending > 1:
@@ -417,10 +417,10 @@ class Scheduler:
             unscheduled = self.running[position + len(group) :]
             if unscheduled:
                 self.preemption.preempt(unscheduled)
+            elif position or count <= (least := group[0].request.least_step):
+                count = 0
             else:
-                request, least = group[0].request, group[0].request.least_step
-                count = request.whole_media(group[0].num_computed, max(count // 2, least)) if count > least else 0
-                count = 0 if position else count
+                count = group[0].request.whole_media(group[0].num_computed, max(count // 2, least))
         return count
 
     def _items(self, scheduled: dict[Sequence, int]) -> tuple[ScheduledSequence, ...]:

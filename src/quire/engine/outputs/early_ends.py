@@ -40,17 +40,19 @@ class EarlyEnds:
 
     def end_without_blocks(self, failed: Iterable[tuple[str, str]]) -> list[RequestOutput]:
         """End the requests whose blocks were required from another engine, but did not arrive."""
-        outputs: list[RequestOutput] = []
-        for request_id, why in failed:
-            error = f"kv_load_failure_policy is 'fail': {why}"
-            outputs += self.end(request_id, FinishReason.ERROR, error, LOAD_FAILED)
-        return outputs
+        return self._end_each(
+            ((request_id, f"kv_load_failure_policy is 'fail': {why}") for request_id, why in failed), LOAD_FAILED
+        )
 
     def end_without_image(self, failed: Iterable[tuple[str, str]]) -> list[RequestOutput]:
         """End the requests whose image could not be encoded."""
+        return self._end_each(failed, "engine_failed")
+
+    def _end_each(self, failed: Iterable[tuple[str, str]], code: str) -> list[RequestOutput]:
+        """End requests with the error of each."""
         outputs: list[RequestOutput] = []
         for request_id, error in failed:
-            outputs += self.end(request_id, FinishReason.ERROR, error, "engine_failed")
+            outputs += self.end(request_id, FinishReason.ERROR, error, code)
         return outputs
 
     def fail_item(self, item: ScheduledSequence, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
