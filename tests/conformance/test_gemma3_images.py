@@ -12,16 +12,27 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-from quire import BeamSearchParams, SamplingParams
+from quire import SamplingParams
 from quire.engine.inputs.images.decoding import Pixels
 from quire.engine.inputs.images.processing import ImageProcessing
 from quire.engine.inputs.prompts import Prompt
 from quire.errors import ConfigError, InvalidParameter
 from quire.models.modules.vision_encoder import PatchGrid
 from tests.conformance.checkpoints import NEW_TOKENS, ragged_prompts
-from tests.conformance.test_images import num_encoded, picture
+from tests.conformance.test_images import (
+    BEAMS,
+    beams_of,
+    continued,
+    num_encoded,
+    picture,
+    test_asynchronous_steps_and_drafts,
+    test_cold_alone_and_together,
+    test_forked,
+)
 from tests.conformance.test_media import Case, agree, load, run
 
+# They run here too, with the `case` of this module.
+__all__ = ["test_asynchronous_steps_and_drafts", "test_cold_alone_and_together", "test_forked"]
 IMAGE, START, END = 200, 201, 202
 TOKENS = 16  # of an image
 # The window is shorter than an image.
@@ -111,25 +122,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     outputs, logprobs = [], []
     for places, num_last in PLACES:
         prompt, inputs = prompt_of(places, num_last)
-        with torch.inference_mode():
-            given = model.generate(
-                **inputs,
-                generation_config=transformers.GenerationConfig(
-                    max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-                ),
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        outputs.append(given.sequences[0, -NEW_TOKENS:].tolist())
-        logprobs.append(torch.stack([step[0].log_softmax(-1).max() for step in given.logits]))
+        tokens, measured = continued(model, inputs)
+        outputs.append(tokens)
+        logprobs.append(measured)
         prompts.append(prompt)
     return Case(folder, prompts, outputs, logprobs, 1, 12)
-
-
-def test_cold_alone_and_together(case: Case) -> None:
-    llm = load(case, enable_prefix_caching=False)
-    agree(case, [run(llm, [prompt])[0] for prompt in case.prompts])
-    agree(case, run(llm, case.prompts))
 
 
 def test_other_kernels(case: Case) -> None:
@@ -177,30 +174,13 @@ def test_preempted(case: Case, mode: str) -> None:
     assert llm.stats.num_preemptions > 0
 
 
-def test_forked(case: Case) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, n=3)
-    outputs = run(load(case), case.prompts, params)
-    assert [[each.token_ids for each in output.outputs] for output in outputs] == [[o] * 3 for o in case.outputs]
-
-
 def test_beams(case: Case) -> None:
     model = transformers.AutoModelForImageTextToText.from_pretrained(case.folder, dtype=torch.float32).eval()
     llm = load(case)
     for places, num_last in PLACES[1:5:2]:
         prompt, inputs = prompt_of(places, num_last)
-        settings = transformers.GenerationConfig(
-            max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=3, eos_token_id=None, pad_token_id=0
-        )
-        with torch.inference_mode():
-            expected = model.generate(**inputs, generation_config=settings)[0, -NEW_TOKENS:].tolist()
-        params = BeamSearchParams(beam_width=3, max_tokens=NEW_TOKENS, ignore_eos=True)
-        (found,) = llm.beam_search([prompt], params)
-        assert found.sequences[0].tokens[-NEW_TOKENS:] == expected
-
-
-def test_asynchronous_steps_and_drafts(case: Case) -> None:
-    agree(case, run(load(case, async_scheduling=True), case.prompts))
-    agree(case, run(load(case, speculative_config={"method": "ngram", "num_speculative_tokens": 3}), case.prompts))
+        (found,) = llm.beam_search([prompt], BEAMS)
+        assert found.sequences[0].tokens[-NEW_TOKENS:] == beams_of(model, inputs)
 
 
 def test_a_step_must_hold_an_image(case: Case) -> None:

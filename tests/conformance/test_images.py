@@ -28,6 +28,7 @@ from tests.conformance.checkpoints import NEW_TOKENS, ragged_prompts
 from tests.conformance.test_media import Case, agree, load, run
 
 IMAGE, START, END = 200, 201, 202
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=NEW_TOKENS, ignore_eos=True)
 TEXT: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -122,20 +123,32 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     outputs, logprobs = [], []
     for places, num_last in PLACES:
         prompt, inputs = prompt_of(encoder, places, num_last)
-        with torch.inference_mode():
-            given = model.generate(
-                **inputs,
-                generation_config=transformers.GenerationConfig(
-                    max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-                ),
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        outputs.append(given.sequences[0, -NEW_TOKENS:].tolist())
-        logprobs.append(torch.stack([step[0].log_softmax(-1).max() for step in given.logits]))
+        tokens, measured = continued(model, inputs)
+        outputs.append(tokens)
+        logprobs.append(measured)
         prompts.append(prompt)
     assert len({tuple(output) for output in outputs[1:4]}) == 3, "the grid hardly matters"
     return Case(folder, prompts, outputs, logprobs, 3 if "5" in request.param else 1, 16)
+
+
+def continued(model: Any, inputs: dict[str, Tensor]) -> tuple[list[int], Tensor]:
+    """Return transformers' greedy tokens after a prompt, and their log probabilities."""
+    greedy = transformers.GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    with torch.inference_mode():
+        given = model.generate(**inputs, generation_config=greedy, output_logits=True, return_dict_in_generate=True)
+    measured = torch.stack([step[0].log_softmax(-1).max() for step in given.logits])
+    return given.sequences[0, -NEW_TOKENS:].tolist(), measured
+
+
+def beams_of(model: Any, inputs: dict[str, Tensor]) -> list[int]:
+    """Return the tokens of transformers' best of three beams."""
+    settings = transformers.GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=3, eos_token_id=None, pad_token_id=0
+    )
+    with torch.inference_mode():
+        return list(model.generate(**inputs, generation_config=settings)[0, -NEW_TOKENS:].tolist())
 
 
 def encoder_of(folder: Path) -> VisionEncoder:
@@ -217,14 +230,8 @@ def test_beams(case: Case) -> None:
     encoder, llm = encoder_of(case.folder), load(case)
     for places, num_last in PLACES[1:6:2]:
         prompt, inputs = prompt_of(encoder, places, num_last)
-        settings = transformers.GenerationConfig(
-            max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=3, eos_token_id=None, pad_token_id=0
-        )
-        with torch.inference_mode():
-            expected = model.generate(**inputs, generation_config=settings)[0, -NEW_TOKENS:].tolist()
-        params = BeamSearchParams(beam_width=3, max_tokens=NEW_TOKENS, ignore_eos=True)
-        (found,) = llm.beam_search([prompt], params)
-        assert found.sequences[0].tokens[-NEW_TOKENS:] == expected
+        (found,) = llm.beam_search([prompt], BEAMS)
+        assert found.sequences[0].tokens[-NEW_TOKENS:] == beams_of(model, inputs)
 
 
 def test_asynchronous_steps_and_drafts(case: Case) -> None:
