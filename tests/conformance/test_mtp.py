@@ -193,7 +193,8 @@ def test_a_head_in_a_gguf_file(noisy: Reference, drafts: Drafts, tmp_path: Path)
     path = write_gguf(noisy.folder, tmp_path / "model.gguf", f32)
     checkpoint = Checkpoint.open(str(path))
     assert checkpoint.gguf_fields is not None
-    assert (checkpoint.gguf_fields["qwen35.block_count"], checkpoint.config["num_hidden_layers"]) == (5, 4)
+    num_layers = checkpoint.config["text_config"]["num_hidden_layers"]
+    assert (checkpoint.gguf_fields["qwen35.block_count"], num_layers) == (5, 4)
     # Without a tokenizer, the file names no end token.
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, stop_token_ids=(EOS_TOKEN_ID,))
     llm, drafter = with_head(noisy._replace(folder=path))

@@ -92,6 +92,10 @@ class Edge:
             http.watching.cancel()
             await asyncio.gather(http.serving, http.accepting, http.watching, return_exceptions=True)
         self._bodies.close()
+        # The router has closed its connections, so each server reads their ends.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        left = (await asyncio.wait(others, timeout=HANG_S))[1] if others else ()
+        self.problems += [f"still runs: {task}" for task in left]
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = dict(scope["headers"])[b"x-case"].decode()
