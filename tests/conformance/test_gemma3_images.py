@@ -30,6 +30,8 @@ from tests.conformance.test_images import (
     test_forked,
 )
 from tests.conformance.test_media import Case, agree, load, run
+from tests.images.tiny_model import random_gemma
+from tests.models.gguf.writer import f32, write_gguf, write_mmproj
 
 # They run here too, with the `case` of this module.
 __all__ = ["test_asynchronous_steps_and_drafts", "test_cold_alone_and_together", "test_forked"]
@@ -113,9 +115,7 @@ def pixels_of(image: Image.Image) -> Tensor:
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("gemma3-images")
     ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END}
-    config = transformers.Gemma3Config(text_config=TEXT, vision_config=VISION, mm_tokens_per_image=TOKENS, **ids)  # type: ignore[arg-type]
-    torch.manual_seed(5)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model = random_gemma(5, text_config=TEXT, vision_config=VISION, mm_tokens_per_image=TOKENS, **ids)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
     prompts: list[Prompt] = []
@@ -127,6 +127,14 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
         logprobs.append(measured)
         prompts.append(prompt)
     return Case(folder, prompts, outputs, logprobs, 1, 12)
+
+
+def test_another_picture_is_another_prompt(case: Case) -> None:
+    first: Any = case.prompts[2]
+    (image,) = first["multi_modal_data"]["image"]
+    other = {**first, "multi_modal_data": {"image": [picture(image.height, image.width, seed=9)]}}
+    found = [next(iter(each.outputs[0].logprobs[0].values())).logprob for each in run(load(case), [first, other])]  # type: ignore[index]
+    assert abs(found[0] - found[1]) > 0.01
 
 
 def test_other_kernels(case: Case) -> None:
@@ -227,3 +235,12 @@ def test_names_of_published_checkpoints(case: Case, tmp_path: Path) -> None:
     }
     save_file(older, tmp_path / "model.safetensors", metadata={"format": "pt"})
     agree(case, run(load(case._replace(folder=tmp_path)), case.prompts))
+
+
+@pytest.mark.parametrize("swaps_mlps", [False, True])
+def test_files_of_llama_cpp(case: Case, tmp_path: Path, swaps_mlps: bool) -> None:
+    """The language model and its encoder as two GGUF files; of the first ones, MLPs' matrices have swapped names."""
+    write_mmproj(case.folder, tmp_path / "mmproj-F32.gguf", f32, swaps_mlps=swaps_mlps)
+    llm = load(case._replace(folder=write_gguf(case.folder, tmp_path / "model.gguf", f32)))
+    agree(case, run(llm, case.prompts))
+    assert num_encoded(llm) > 0

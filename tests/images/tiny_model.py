@@ -121,6 +121,17 @@ GEMMA_SETTINGS: dict[str, Any] = {
 }
 
 
+def random_gemma(seed: int, **config: Any) -> Any:
+    """Return a random Gemma 3 of transformers, whose projector would be zeros, and images nothing."""
+    torch.manual_seed(seed)
+    model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(**config)).eval()
+    projector = model.model.multi_modal_projector
+    with torch.no_grad():
+        projector.mm_input_projection_weight.normal_(std=0.2)
+        projector.mm_soft_emb_norm.weight.normal_(std=0.2)
+    return model
+
+
 def save_gemma(folder: Path) -> Path:
     """Write a tiny Gemma 3 with images of 16 tokens, and return its folder."""
     library = tokenizer_library()
@@ -133,9 +144,7 @@ def save_gemma(folder: Path) -> Path:
         "image_token_index": soft,
         "eoi_token_index": end,
     }
-    torch.manual_seed(3)
-    config = transformers.Gemma3Config(mm_tokens_per_image=16, **parts)
-    transformers.Gemma3ForConditionalGeneration(config).eval().save_pretrained(folder)
+    random_gemma(3, mm_tokens_per_image=16, **parts).save_pretrained(folder)
     library.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": GEMMA_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))

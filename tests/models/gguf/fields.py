@@ -55,6 +55,7 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "Qwen3VLForConditionalGeneration": lambda _: MODEL_ARCH.QWEN3VL,
     "Gemma2ForCausalLM": lambda _: MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": lambda _: MODEL_ARCH.GEMMA3,
+    "Gemma3ForConditionalGeneration": lambda _: MODEL_ARCH.GEMMA3,
     "Gemma3nForCausalLM": lambda _: MODEL_ARCH.GEMMA3N,
     "Gemma4ForCausalLM": lambda _: MODEL_ARCH.GEMMA4,
     "Lfm2ForCausalLM": lambda _: MODEL_ARCH.LFM2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from quire.models.checkpoints.vision_files import find_mmproj, find_vision
 from quire.models.loading.inspection import EncoderInspection, inspect
 from quire.models.loading.vision import load_vision_encoder
 from quire.models.modules.vision_encoder import VisionEncoder
+from tests.conformance import test_gemma3_images as gemma3_images
 from tests.conformance.test_images import IDS, PROCESSING, SETTINGS, TEXT, VISION
+from tests.images.tiny_model import random_gemma
 from tests.models.gguf.cases import save_checkpoint
 from tests.models.gguf.writer import f32, write_gguf, write_mmproj
 
@@ -132,7 +135,8 @@ def renamed(name: str, other: str) -> Callable[[dict[str, Any], dict[str, Any]],
     ("change", "words"),
     [
         (field("general.architecture", "llama"), "general.architecture is 'llama'"),
-        (field("clip.projector_type", "gemma3"), "clip.projector_type is 'gemma3', but only qwen3vl_merger"),
+        (field("clip.projector_type", "mlp"), "clip.projector_type is 'mlp', but only gemma3, qwen3vl_merger are"),
+        (field("clip.projector_type", "gemma3"), "projector.scale_factor must be a divisor of the 6 patches"),
         (field("clip.has_vision_encoder", False), "clip.has_vision_encoder must be true"),
         (field("clip.has_audio_encoder", True), "clip.has_audio_encoder false"),
         (field("clip.use_gelu", False), "clip.use_gelu is False"),
@@ -202,5 +206,76 @@ def test_settings_are_those_of_the_file_or_of_the_published_processors(files: Pa
 def test_a_model_of_text_takes_no_encoder(files: Path, tmp_path: Path) -> None:
     save_checkpoint("qwen3", tmp_path)
     path = write_gguf(tmp_path, tmp_path / "model.gguf", f32)
-    with pytest.raises(UnsupportedModel, match=r"encoder of a model that reads images, and .* is Qwen3ForCausalLM"):
+    with pytest.raises(UnsupportedModel, match=r"encoder of a Qwen3VLFor.* is Qwen3ForCausalLM"):
         find_vision(Checkpoint.open(str(path)), str(files / "mmproj-F32.gguf"))
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a Gemma 3, and its model and its encoder as GGUF files."""
+    folder = tmp_path_factory.mktemp("gemma3")
+    parts = {"text_config": gemma3_images.TEXT, "vision_config": gemma3_images.VISION}
+    random_gemma(5, mm_tokens_per_image=16, image_token_index=200, **parts).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(gemma3_images.SETTINGS))
+    write_mmproj(folder, folder / "mmproj-F32.gguf", f32)
+    write_gguf(folder, folder / "model.gguf", f32)
+    return folder
+
+
+def test_an_encoder_of_one_size_has_the_settings_of_its_processor(gemma3: Path) -> None:
+    found = find_vision(Checkpoint.open(str(gemma3 / "model.gguf")))
+    assert found is not None
+    assert found.image_settings is not None
+    assert read_processing(found.image_settings, encoder_of(found).spec) == gemma3_images.PROCESSING
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (field("clip.vision.projector.scale_factor", 3), "scale_factor must be a divisor of the 8 patches of a side"),
+        (field("clip.vision.projection_dim", 96), "projection_dim must be 64 as for .* got 96"),
+        (field("clip.vision.feed_forward_length", 40), "48"),
+        (without("mm.soft_emb_norm.weight"), r"the file has no tensor 'mm\.soft_emb_norm\.weight'"),
+        (without("mm.input_projection.weight"), r"the file has no tensor 'mm\.input_projection\.weight'"),
+    ],
+)
+def test_a_wrong_encoder_of_one_size_is_refused(gemma3: Path, tmp_path: Path, change: Any, words: str) -> None:
+    path = edited(gemma3 / "mmproj-F32.gguf", tmp_path / "mmproj.gguf", change)
+    with pytest.raises((CheckpointError, UnsupportedModel), match=words):
+        encoder_of(find_vision(Checkpoint.open(str(gemma3 / "model.gguf")), str(path)))
+
+
+def test_an_encoder_belongs_to_a_family(files: Path, gemma3: Path) -> None:
+    for folder, other in ((files, gemma3), (gemma3, files)):
+        with pytest.raises(UnsupportedModel, match=r"it is the encoder of a .*, and .* is "):
+            find_vision(Checkpoint.open(str(folder / "model.gguf")), str(other / "mmproj-F32.gguf"))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_a_damaged_file_is_refused_or_read(files: Path, gemma3: Path, tmp_path: Path, seed: int) -> None:
+    """Each of a hundred copies with other bytes in their headers, or cut off, has a typed error, or can be loaded."""
+    rng = random.Random(seed)
+    num_refused = 0
+    for number in range(100):
+        folder = (files, gemma3)[number % 2]
+        data = bytearray((folder / "mmproj-F32.gguf").read_bytes())
+        num_header = min(tensor.data_offset for tensor in gguf.GGUFReader(folder / "mmproj-F32.gguf").tensors)
+        for _ in range(rng.randint(1, 2)):
+            start = rng.randrange(min(num_header, len(data) - 1))
+            kind = rng.choice((0, 0, 0, 1, 2, 3))
+            if kind == 0:
+                data[start] ^= 1 << rng.randrange(8)
+            elif kind == 1:
+                data[start : start + 8] = rng.choice((bytes(8), b"\xff" * 8, rng.randbytes(8)))
+            elif kind == 2:
+                other = rng.randrange(num_header)
+                data[start : start + 16] = data[other : other + 16]
+            else:
+                del data[1 + start : 1 + start + rng.choice((1, 4, 8, len(data)))]
+        path = tmp_path / "mmproj.gguf"
+        path.write_bytes(data)
+        try:
+            encoder_of(find_vision(Checkpoint.open(str(folder / "model.gguf")), str(path)))
+        except (CheckpointError, UnsupportedModel):
+            num_refused += 1
+    assert num_refused > 50

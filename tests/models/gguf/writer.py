@@ -32,6 +32,8 @@ MMPROJ_NAMES = (
     *(("merger.norm", "v.post_ln"), ("merger.linear_fc1", "mm.0"), ("merger.linear_fc2", "mm.2")),
     *(("linear_fc", "fc"), ("patch_embed.proj", "v.patch_embd"), ("pos_embed", "v.position_embd")),
 )
+# Fields with the token of an image, and its text in a vocabulary.
+IMAGE_TOKENS = {"image_token_id": "<|image_pad|>", "image_token_index": "<image_soft_token>"}
 # Types of tokens.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
@@ -58,15 +60,16 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
     add_fields(writer, config, architecture)
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder, pre)
-    elif "image_token_id" in config:
-        texts = [f"token {number}" for number in range(config["vocab_size"])]
-        texts[config["image_token_id"]] = "<|image_pad|>"
-        writer.add_token_list(texts)
+    for name, text in IMAGE_TOKENS.items():
+        if name in config and not (folder / "tokenizer.json").is_file():
+            texts = [f"token {number}" for number in range(config["vocab_size"])]
+            texts[config[name]] = text
+            writer.add_token_list(texts)
     tensors = {
-        name.replace("model.language_model.", "model."): values
+        name.replace("model.language_model.", "model.").removeprefix("language_model."): values
         for path in sorted(folder.glob("*.safetensors"))
         for name, values in load_file(path).items()
-        if not name.startswith("model.visual.")
+        if not name.startswith(("model.visual.", "vision_tower.", "multi_modal_projector."))
     }
     changed = CHANGES.get(architecture, _same)(tensors, config)
     stored: dict[str, Tensor] = {}
@@ -89,48 +92,83 @@ def _of_language_model(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of a language model that is a part of another one, with the names of the whole."""
     if "vision_config" not in config:
         return config
-    names = ("architectures", "vision_config", "image_token_id", "tie_word_embeddings")
-    return {**config["text_config"], **{name: config[name] for name in names}}
+    names = ("architectures", "vision_config", "tie_word_embeddings", *IMAGE_TOKENS)
+    return {**config["text_config"], **{name: config[name] for name in names if name in config}}
 
 
-def write_mmproj(folder: Path, out: Path, type_of: TypeOf) -> Path:
-    """Write the vision encoder of a Qwen3-VL or Qwen3.5 as a GGUF file; see `write_gguf`.
+def write_mmproj(folder: Path, out: Path, type_of: TypeOf, *, swaps_mlps: bool = False) -> Path:
+    """Write the vision encoder of a Qwen3-VL, a Qwen3.5 or a Gemma 3 as a GGUF file; see `write_gguf`.
 
-    The limits of pixels are those of the folder's image processor, which the converter leaves out.
+    Args:
+        folder, out, type_of: as there.
+        swaps_mlps: True to name both matrices of an MLP as Gemma 3's first files do.
     """
     config = AutoConfig.from_pretrained(folder).to_dict()
     vision, settings = config["vision_config"], json.loads((folder / "preprocessor_config.json").read_text())
-    deepstack = vision.get("deepstack_visual_indexes", [])
     writer = GGUFWriter(out, "clip")
     writer.add_type(gguf.GGUFType.MMPROJ)
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type(gguf.VisionProjectorType.QWEN3VL)
     writer.add_vision_use_gelu(True)
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
-    writer.add_vision_image_size(math.isqrt(vision["num_position_embeddings"]) * vision["patch_size"])
     writer.add_vision_patch_size(vision["patch_size"])
     writer.add_vision_embedding_length(vision["hidden_size"])
     writer.add_vision_feed_forward_length(vision["intermediate_size"])
-    writer.add_vision_block_count(vision["depth"])
-    writer.add_vision_head_count(vision["num_heads"])
     writer.add_vision_image_mean(settings["image_mean"])
     writer.add_vision_image_std(settings["image_std"])
-    writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
     writer.add_vision_attention_layernorm_eps(1e-6)
-    writer.add_vision_is_deepstack_layers([idx in deepstack for idx in range(vision["depth"])])
-    writer.add_uint32("clip.vision.image_min_pixels", settings["size"]["shortest_edge"])
-    writer.add_uint32("clip.vision.image_max_pixels", settings["size"]["longest_edge"])
-    for name, values in load_file(folder / "model.safetensors").items():
-        if name.startswith("model.visual."):
-            stored = _mmproj_name(name.removeprefix("model.visual."), deepstack)
-            frames = [values] if values.dim() < 5 else values.unbind(2)
-            for frame, part in enumerate(frames):
-                _add(writer, f"{stored}.{frame}" if frame else stored, part, type_of)
+    tensors = load_file(folder / "model.safetensors")
+    if "mm_tokens_per_image" in config:
+        _add_gemma3_encoder(writer, config, tensors, type_of, swaps_mlps)
+    else:
+        _add_qwen_encoder(writer, vision, settings, tensors, type_of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def _add_qwen_encoder(
+    writer: GGUFWriter, vision: dict[str, Any], settings: dict[str, Any], tensors: Tensors, type_of: TypeOf
+) -> None:
+    """Add Qwen's fields, and limits of pixels, which the converter leaves out."""
+    deepstack = vision.get("deepstack_visual_indexes", [])
+    writer.add_clip_projector_type(gguf.VisionProjectorType.QWEN3VL)
+    writer.add_vision_image_size(math.isqrt(vision["num_position_embeddings"]) * vision["patch_size"])
+    writer.add_vision_block_count(vision["depth"])
+    writer.add_vision_head_count(vision["num_heads"])
+    writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
+    writer.add_vision_is_deepstack_layers([idx in deepstack for idx in range(vision["depth"])])
+    writer.add_uint32("clip.vision.image_min_pixels", settings["size"]["shortest_edge"])
+    writer.add_uint32("clip.vision.image_max_pixels", settings["size"]["longest_edge"])
+    for name, values in tensors.items():
+        if name.startswith("model.visual."):
+            stored = _mmproj_name(name.removeprefix("model.visual."), deepstack)
+            frames = [values] if values.dim() < 5 else values.unbind(2)
+            for frame, part in enumerate(frames):
+                _add(writer, f"{stored}.{frame}" if frame else stored, part, type_of)
+
+
+def _add_gemma3_encoder(
+    writer: GGUFWriter, config: dict[str, Any], tensors: Tensors, type_of: TypeOf, swaps_mlps: bool
+) -> None:
+    vision = config["vision_config"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
+    writer.add_clip_projector_type(gguf.VisionProjectorType.GEMMA3)
+    writer.add_vision_image_size(vision["image_size"])
+    writer.add_vision_block_count(vision["num_hidden_layers"])
+    writer.add_vision_head_count(vision["num_attention_heads"])
+    side = vision["image_size"] // vision["patch_size"]
+    writer.add_vision_projector_scale_factor(side // math.isqrt(config["mm_tokens_per_image"]))
+    for name, values in tensors.items():
+        if name.startswith("language_model."):
+            continue
+        known = name.replace("vision_tower.", "vision_tower.vision_model.").replace("_weight", ".weight")
+        stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, f"{name} has no name in files"
+        if swaps_mlps and "ffn_" in stored:
+            stored = re.sub("ffn_(up|down)", lambda match: f"ffn_{'down' if match[1] == 'up' else 'up'}", stored)
+        _add(writer, stored, values + 1 if "soft_emb_norm" in name else values, type_of)
 
 
 def _mmproj_name(name: str, deepstack: list[int]) -> str:

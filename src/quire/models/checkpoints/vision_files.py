@@ -79,26 +79,25 @@ def _open(path: Path, model: Checkpoint) -> Checkpoint:
         raise CheckpointError(f"mmproj {path} does not exist: name a {GGUF_SUFFIX} file", field="mmproj")
     found = open_mmproj(path)
     architecture = model.config["architectures"][0]
-    if architecture not in TOWERS:
+    tower = TOWERS.get(architecture)
+    if tower is None or tower.read is not found.read:
+        fitting = ", ".join(name for name, each in TOWERS.items() if each.read is found.read)
         raise UnsupportedModel(
-            f"{path}: it is the encoder of a model that reads images, and {model.gguf_path} is {architecture}; "
-            f"implemented are {', '.join(TOWERS)}",
-            field="mmproj",
+            f"{path}: it is the encoder of a {fitting}, and {model.gguf_path} is {architecture}", field="mmproj"
         )
-    spec, vision = build(model.config)[0], found.vision_config
-    num_deepstack = len(vision["deepstack_visual_indexes"])
+    spec = build(model.config)[0]
     for name, theirs, ours in (
-        ("clip.vision.projection_dim", vision["out_hidden_size"], spec.width),
-        ("number of clip.vision.is_deepstack_layers", num_deepstack, spec.image_rows.num_deepstack),
+        ("clip.vision.projection_dim", found.out_width, spec.width),
+        ("number of clip.vision.is_deepstack_layers", found.num_deepstack, spec.image_rows.num_deepstack),
     ):
         if theirs != ours:
             raise CheckpointError(f"{path}: the {name} must be {ours} as for {model.gguf_path}, got {theirs}")
-    if "image_token_id" not in model.config:
-        raise CheckpointError(f"{model.gguf_path}: the vocabulary has no token of images, <|image_pad|>")
+    if tower.token_field not in model.config:
+        raise CheckpointError(f"{model.gguf_path}: the vocabulary has no token of images, {tower.token}")
     return replace(
         model,
         folder=path.parent,
-        config={**model.config, "vision_config": vision},
+        config={**model.config, **found.config},
         tensors=found.tensors,
         gguf_fields=found.fields,
         divided={},

@@ -143,6 +143,7 @@ class Tower(NamedTuple):
     Args:
         read: reader of the encoder.
         token_field, token_id: field of config.json with the token of an image in a prompt, and its default.
+        token: text of that token in vocabularies.
         placeholder: text of an image in templates and prompts, and the text that is tokenized instead; None if they are
             the same.
     """
@@ -150,6 +151,7 @@ class Tower(NamedTuple):
     read: Callable[[HFConfig], tuple[VisionSpec, WeightMap]]
     token_field: str
     token_id: int
+    token: str
     placeholder: tuple[str, str] | None = None
 
     def image_token(self, config: Mapping[str, Any]) -> int:
@@ -157,13 +159,14 @@ class Tower(NamedTuple):
         return HFConfig(config).count(self.token_field, self.token_id)
 
 
-_QWEN: Final = Tower(qwen_vision, "image_token_id", 151655)
+_QWEN: Final = Tower(qwen_vision, "image_token_id", 151655, "<|image_pad|>")
 # Name under "architectures" in a checkpoint's config.json -> its vision encoder.
 TOWERS: Final[Mapping[str, Tower]] = {
     "Gemma3ForConditionalGeneration": Tower(
         gemma3_vision,
         "image_token_index",
         262144,
+        "<image_soft_token>",
         ("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
     ),
     "Qwen3VLForConditionalGeneration": _QWEN,

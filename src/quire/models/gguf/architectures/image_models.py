@@ -6,22 +6,24 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from quire.models.families.expert_layout import LINEAR_EXPERTS
+from quire.models.families.vision_towers import TOWERS
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import Config
 
 # Value of `general.architecture` -> the whole model, whose encoder is in a file of its own.
 WHOLE_MODELS: Final[Mapping[str, str]] = {
+    "gemma3": "Gemma3ForConditionalGeneration",
     "qwen3vl": "Qwen3VLForConditionalGeneration",
     "qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration",
     "qwen35": "Qwen3_5ForConditionalGeneration",
     "qwen35moe": "Qwen3_5MoeForConditionalGeneration",
 }
-# A file of one of these has the axes of its frequencies, the last of which is for no model of today.
+GEMMA3: Final = "gemma3"
+# A file of one of the others has the axes of its frequencies, the last of which is for no model of today.
 SECTIONS: Final = "rope.dimension_sections"
 NUM_DEEPSTACK: Final = "n_deepstack_layers"
-IMAGE_TOKEN: Final = "<|image_pad|>"
 TOKENS: Final = "tokenizer.ggml.tokens"
-_PREFIX: Final = ("model.language_model.", "model.")
+_PREFIXES: Final = ("model.language_model.", "language_model.model.")
 
 
 def as_whole_model(config: Config, name: str, metadata: Metadata, fields: Mapping[str, Any]) -> Config:
@@ -33,24 +35,34 @@ def as_whole_model(config: Config, name: str, metadata: Metadata, fields: Mappin
         metadata: fields of the architecture.
         fields: all fields.
     """
-    if name not in WHOLE_MODELS or not metadata.has(SECTIONS):
+    if name not in WHOLE_MODELS:
+        return config
+    tower = TOWERS[WHOLE_MODELS[name]]
+    stored = fields.get(TOKENS)
+    tokens = stored if isinstance(stored, list) else []
+    whole = {
+        "architectures": [WHOLE_MODELS[name]],
+        "text_config": config,
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        **({tower.token_field: tokens.index(tower.token)} if tower.token in tokens else {}),
+    }
+    if name == GEMMA3:
+        # The text models of this architecture have no token of images.
+        return whole if tower.token_field in whole and config["tie_word_embeddings"] else config
+    if not metadata.has(SECTIONS):
         return config
     sections = metadata.sections(SECTIONS)
     rope = config["rope_parameters"] | {"mrope_section": list(sections), "mrope_interleaved": True}
     num_deepstack = metadata.integer(NUM_DEEPSTACK, 0, least=0, most=metadata.num_blocks)
-    stored = fields.get(TOKENS)
-    tokens = stored if isinstance(stored, list) else []
-    return {
-        "architectures": [WHOLE_MODELS[name]],
+    return whole | {
         "text_config": config | {"rope_parameters": rope},
         # Only the number of these layers is a property of the language model.
         "vision_config": {"deepstack_visual_indexes": list(range(num_deepstack))},
-        "tie_word_embeddings": config["tie_word_embeddings"],
         LINEAR_EXPERTS: config.get(LINEAR_EXPERTS, True),
-        **({"image_token_id": tokens.index(IMAGE_TOKEN)} if IMAGE_TOKEN in tokens else {}),
     }
 
 
 def in_language_model(name: str) -> str:
     """Return the name of a tensor of a whole model as one of the language model by itself."""
-    return name.replace(*_PREFIX, 1) if name.startswith(_PREFIX[0]) else name
+    prefix = next(filter(name.startswith, _PREFIXES), None)
+    return name if prefix is None else f"model.{name.removeprefix(prefix)}"
