@@ -92,6 +92,8 @@ def test_the_option_is_for_files_with_pillow(case: Case, files: Path, monkeypatc
     path = str(files / "mmproj-F32.gguf")
     with pytest.raises(ConfigError, match=r"mmproj is .*, but it is for models of GGUF files"):
         load_file(case.folder, mmproj=path)
+    with pytest.raises(ConfigError, match=r"mmproj must be None with model_impl='transformers'"):
+        load_file(files / "model.gguf", mmproj=path, model_impl="transformers")
     with pytest.raises(ConfigError, match=r"mmproj .* tensor_parallel_size above 1"):
         load_file(files / "model.gguf", mmproj=path, tensor_parallel_size=2)
     monkeypatch.setattr(vision, "find_spec", lambda _name: None)

@@ -37,6 +37,7 @@ OPTIONS = (
     "num_speculative_tokens",
     "draft_model",
     "mmproj",
+    "mm_processor_kwargs",
     "limit_mm_per_prompt",
     "language_model_only",
     "tensor_parallel_size",
@@ -85,6 +86,7 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    from quire.engine.startup.image_memory import find_images
     from quire.models.capacity.planner import plan_memory
     from quire.models.capacity.report import PlanRequest
 
@@ -99,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
             memory_bytes=memory_bytes,
             weights_bytes=args.weights_bytes,
             lengths=args.lengths,
+            images=find_images(config),
         )
     )
     rates = [] if args.gpu is None or plan.draft_architecture else _decode_rates(plan, config, args.gpu)
@@ -161,6 +164,8 @@ def _lines(plan: MemoryPlan, rates: Sequence[float | None]) -> Iterator[str]:
         source = "an estimate from parameters and dtype" if plan.is_weights_estimate else "as given or stored"
         part = "" if plan.encoder_bytes is None else f", {_size(plan.encoder_bytes)} of it for the encoder of images"
         yield f"Weights: {_size(plan.weights_bytes)}{part} ({source})."
+    if plan.image_bytes is not None:
+        yield f"Images: {_size(plan.image_bytes)} set aside for the largest one and for features (mm_processor_kwargs)."
     if plan.gpu is not None:
         yield _gpu_line(plan.gpu)
     if plan.arena_bytes is None:

@@ -138,6 +138,11 @@ class ModelConfig:
         put_path(self, "tokenizer", optional=True)
         put_path(self, "chat_template", optional=True)
         put_path(self, "mmproj", optional=True)
+        if self.mmproj is not None and self.model_impl == "transformers":
+            raise ConfigError(
+                f"mmproj must be None with model_impl='transformers', whose models read no images, got {self.mmproj!r}",
+                field="mmproj",
+            )
         check_text("tokenizer_pre", self.tokenizer_pre, optional=True)
         check_text("revision", self.revision, optional=True)
         names = self.served_model_name

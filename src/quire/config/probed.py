@@ -47,10 +47,13 @@ class StepCost:
     Args:
         fixed_bytes: part that does not depend on the cached tokens.
         bytes_per_token: bytes per cached token of the step's sequences.
+        image_bytes: memory of the largest image in its encoder, between steps, and of features that are kept; in
+            addition to that of a step.
     """
 
     fixed_bytes: int = 0
     bytes_per_token: int = 0
+    image_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -282,12 +282,13 @@ def pool_blocks(
     """Return the size of the pool in blocks, 0 or less if none fits, and a description of the options it comes from."""
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks, f"num_kv_blocks={cache.num_kv_blocks}"
+    step = step or StepCost()
     if cache.kv_cache_memory_bytes is not None:
         budget = cache.kv_cache_memory_bytes
-        if budget > machine.available_bytes:
+        if budget > machine.available_bytes - step.image_bytes:
             raise ConfigError(
                 f"kv_cache_memory_bytes ({budget:,}) is more than the {machine.available_bytes:,} bytes "
-                f"available{_reserved_for_host(cache)}; set a smaller value",
+                f"available{_reserved(cache, step)}; set a smaller value",
                 field="kv_cache_memory_bytes",
             )
         # The null block costs one block of the budget.
@@ -297,16 +298,18 @@ def pool_blocks(
     if most_bytes is not None:
         most = -(-most_bytes // bytes_per_block) - 1
     if machine.total_bytes is not None:
-        step = step or StepCost()
-        taken_bytes = machine.total_bytes - machine.available_bytes + step.fixed_bytes
+        taken_bytes = machine.total_bytes - machine.available_bytes + step.fixed_bytes + step.image_bytes
         budget = int(machine.total_bytes * cache.gpu_memory_utilization) - taken_bytes
         words = (
             f"{cache.gpu_memory_utilization:g} of the GPU's {machine.total_bytes:,} bytes, of which the weights, other "
-            f"processes and the largest step take {taken_bytes:,},"
+            f"processes and the largest step{' and image' * (step.image_bytes > 0)} take {taken_bytes:,},"
         )
         return min(budget // (bytes_per_block + step.bytes_per_token * cache.block_size) - 1, most), words
     budget = int(machine.available_bytes * cache.kv_cache_memory_fraction)
     words = f"{cache.kv_cache_memory_fraction:g} of the {machine.available_bytes:,} available bytes"
+    if budget > machine.available_bytes - step.image_bytes:
+        budget = machine.available_bytes - step.image_bytes
+        words = f"all of the {machine.available_bytes:,} available bytes{_reserved(cache, step)}"
     return min(budget // bytes_per_block - 1, most), words
 
 
@@ -341,11 +344,16 @@ def _adapter_bytes(
         return None
     pool_bytes = (num_blocks + 1) * (bytes_per_block + step.bytes_per_token * config.cache.block_size)
     spare = int(machine.total_bytes * ADAPTER_HEADROOM)
-    return max(0, machine.available_bytes - step.fixed_bytes - pool_bytes - spare)
+    return max(0, machine.available_bytes - step.fixed_bytes - step.image_bytes - pool_bytes - spare)
 
 
-def _reserved_for_host(cache: CacheConfig) -> str:
-    return f" where {cache.host_bytes:,} are set aside for {cache.host_option}" if cache.host_bytes else ""
+def _reserved(cache: CacheConfig, step: StepCost) -> str:
+    """Return words about what is set aside; "" for nothing. Only the images' part is left in the available bytes."""
+    host = f" where {cache.host_bytes:,} are set aside for {cache.host_option}" if cache.host_bytes else ""
+    if not step.image_bytes:
+        return host
+    fewer = "fewer with a smaller max_pixels in mm_processor_kwargs, none with language_model_only"
+    return f"{host} but {step.image_bytes:,} for images ({fewer})"
 
 
 def _too_few_blocks(

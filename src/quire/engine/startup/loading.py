@@ -28,6 +28,7 @@ from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.adapters import load_adapters, take_adapters
 from quire.engine.startup.data_plane import open_executor, share_steps
 from quire.engine.startup.encoders import encoder_config
+from quire.engine.startup.image_memory import with_images
 from quire.engine.startup.kv_cache import make_kv_events, open_memory, open_prefetch, open_publisher, open_stores
 from quire.engine.startup.model_defaults import read_default_params
 from quire.engine.startup.model_facts import cache_groups, dtype_on, model_facts, step_cost, stored_dtype
@@ -140,7 +141,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
     slots = None if isinstance(model, Encoder) else take_adapters(config.lora, checkpoint, model, ranks)
     stored = stored_dtype(config, dtype)
     groups = [spec for part in (model, draft) if part for spec in cache_groups(config, part, stored)]
-    step = step_cost(config, model, draft, device, stored)
+    step = with_images(step_cost(config, model, draft, device, stored), vision, dtype)
     config, resolved = _resolve(config, model, groups, step, device, ranks)
     torch.set_num_threads(resolved.num_threads)
     sizing = size_pool(groups, resolved.num_blocks)

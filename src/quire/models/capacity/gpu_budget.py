@@ -48,9 +48,10 @@ def plan_gpu(
     )
 
 
-def step_cost(gpu: GPUPlan | None) -> StepCost | None:
+def step_cost(gpu: GPUPlan | None, image_bytes: int) -> StepCost:
     """Return the cost of a step for `pool_blocks`, without the small part that grows with cached tokens."""
-    return None if gpu is None else StepCost(fixed_bytes=gpu.step_bytes + gpu.graph_bytes)
+    fixed_bytes = 0 if gpu is None else gpu.step_bytes + gpu.graph_bytes
+    return StepCost(fixed_bytes=fixed_bytes, image_bytes=image_bytes)
 
 
 def _graph_bytes(config: EngineConfig, specs: Sequence[ModelSpec | HostedSpec], sizes: StepSizes) -> int:

@@ -22,6 +22,7 @@ from quire.config import (
     ModelConfig,
     ParallelConfig,
     Quantization,
+    StepCost,
     context_length,
     pool_blocks,
 )
@@ -148,7 +149,8 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     gpu = _plan_gpu(request, models, max_model_len, weights_dtype)
     if gpu is not None:
         notes.append(UNCOUNTED)
-    sizing = _size_arena(request, specs, max_model_len, weights_bytes, gpu)
+    image_bytes = _image_bytes(request, weights_dtype)
+    sizing = _size_arena(request, specs, max_model_len, weights_bytes, gpu, step_cost(gpu, image_bytes or 0))
     groups = tuple(_group_plans(request, models, sizing))
     longest = sizing.longest(max_model_len) if request.has_budget else None
     lengths = tuple(_length_plan(request, sizing, length) for length in _lengths(request.lengths, max_model_len))
@@ -175,6 +177,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         bytes_per_token=tokens_bytes(specs) // specs[0].block_size,
         weights_bytes=weights_bytes,
         encoder_bytes=encoder_bytes,
+        image_bytes=image_bytes,
         is_weights_estimate=weights_bytes is not None
         and request.weights_bytes is None
         and any(model.stored_bytes is None for model in models),
@@ -251,6 +254,11 @@ def _encoder_bytes(request: PlanRequest, raw: Mapping[str, Any], dtype: str) -> 
     return estimate_vision(built[0]).num_bytes(CACHE_DTYPES[dtype].element_bytes, options.quantization)
 
 
+def _image_bytes(request: PlanRequest, dtype: str) -> int | None:
+    """Return the bytes that are set aside for images; None for no images."""
+    return None if request.images is None else request.images.num_bytes(CACHE_DTYPES[dtype].element_bytes)
+
+
 def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str, encoder_bytes: int) -> int | None:
     """Return the bytes of the weights of all models and the encoder; None if the request states no memory."""
     if request.memory_bytes is None:
@@ -314,13 +322,15 @@ def _size_arena(
     max_model_len: int,
     weights_bytes: int | None,
     gpu: GPUPlan | None,
+    cost: StepCost,
 ) -> ArenaSizing:
     """Return the arena that an engine with these options would have; an empty arena without a budget."""
     if not request.has_budget:
         return ArenaSizing.of(specs, 0)
     cache, max_num_seqs = request.config.cache, request.config.scheduler.max_num_seqs
     if request.memory_bytes is None:
-        available_bytes = cache.kv_cache_memory_bytes or 0
+        # Only the size of the cache is stated.
+        available_bytes = (cache.kv_cache_memory_bytes or 0) + cost.image_bytes
     else:
         available_bytes = request.memory_bytes - (weights_bytes or 0)
     num_blocks, _ = pool_blocks(
@@ -335,7 +345,7 @@ def _size_arena(
         max_model_len,
         max_num_seqs,
         most_bytes(specs, max_model_len, max_num_seqs, cache.state_snapshot_interval),
-        step_cost(gpu),
+        cost,
     )
     # The number is negative if a GPU has too little memory.
     return size_pool(specs, max(num_blocks, NO_BLOCKS))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.models.capacity.step_memory import ImageMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +18,14 @@ class PlanRequest:
         memory_bytes: memory of the whole machine, or of its GPU; None if only the size of the cache is given.
         weights_bytes: bytes of the weights in this memory, including a draft model's; None for an estimate.
         lengths: sequence lengths in tokens; empty for the planner's `LENGTHS`.
+        images: memory of images besides the weights of their encoder; None if the engine would read no images.
     """
 
     config: EngineConfig
     memory_bytes: int | None = None
     weights_bytes: int | None = None
     lengths: tuple[int, ...] = ()
+    images: ImageMemory | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "weights_bytes"):
@@ -129,6 +132,7 @@ class MemoryPlan:
         bytes_per_token: bytes of one token in all groups.
         weights_bytes: bytes of the weights of both models and of the encoder; None if the request states no memory.
         encoder_bytes: bytes of the weights of the encoder of images; None if none is loaded.
+        image_bytes: bytes that are set aside for the largest image, and for features of images; None for no images.
         is_weights_estimate: whether `weights_bytes` was estimated.
         gpu: memory of a GPU and of its steps; None on a CPU, or if the request states no memory.
         arena_bytes: bytes of the cache, null blocks included; None without a budget.
@@ -151,6 +155,7 @@ class MemoryPlan:
     bytes_per_token: int
     weights_bytes: int | None
     encoder_bytes: int | None
+    image_bytes: int | None
     is_weights_estimate: bool
     gpu: GPUPlan | None
     arena_bytes: int | None

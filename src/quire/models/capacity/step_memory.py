@@ -8,6 +8,7 @@ the live tensors of real steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -24,6 +25,7 @@ from quire.models.specs.spec import (
     ModelSpec,
     PlainMLP,
 )
+from quire.models.specs.vision_spec import JoinedSquares, VisionSpec
 
 # Bytes of float32 and int64.
 WIDE: Final = 4
@@ -47,6 +49,8 @@ SORT_SCRATCH_OF_FEW: Final = 40
 MANY_ROWS: Final = 128
 # Rows of a chunk of a recurrence.
 CHUNK_ROWS: Final = 64
+# Bytes of a patch's place: row and column, and in another grid their neighbours and weights.
+PLACE_BYTES: Final = 10 * INDEX
 
 
 class StepSizes(NamedTuple):
@@ -102,6 +106,56 @@ def captured_bytes(
         outputs += INDEX if makes_drafts else spec.vocab_size * WIDE
         live = max(live, _head_bytes(spec, sizes))
     return num_rows * (outputs + live) + num_table_entries * INDEX
+
+
+class ImageMemory(NamedTuple):
+    """The memory of images besides the weights of their encoder.
+
+    Args:
+        spec: the encoder.
+        num_patches: number of patches of the largest image.
+        feature_bytes: features that are kept in memory.
+    """
+
+    spec: VisionSpec
+    num_patches: int
+    feature_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the largest image."""
+        return self.num_patches // self.spec.merge_size**2
+
+    def num_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of the largest image in the encoder and of features."""
+        features = self.num_tokens * self.spec.num_features * self.spec.out_width * element_bytes
+        return image_bytes(self.spec, self.num_patches, element_bytes) + max(features, self.feature_bytes)
+
+
+def image_bytes(spec: VisionSpec, num_patches: int, element_bytes: int) -> int:
+    """Return the most bytes of an image on its way through an encoder: tensors that are alive at the same time.
+
+    Args:
+        spec: the encoder.
+        num_patches: number of patches of the image.
+        element_bytes: bytes of an element of the weights' dtype.
+    """
+    values, width, merged = math.prod(spec.patch_shape), spec.width, spec.merge_size**2
+    layer = spec.layers[0]
+    rotation = 0 if spec.rope_theta is None else 2 * layer.attention.head_dim * element_bytes
+    # Values in the dtype and their projection; or the projection and positions, with their terms in float32.
+    start = element_bytes * width + max(element_bytes * values, 3 * WIDE * width if spec.is_resampled else 0)
+    # Hidden states before a layer, within it, normed and summed; queries, keys and values; or products and activations.
+    heads = layer.attention
+    attention = 2 * (heads.num_heads + heads.num_kv_heads) * heads.head_dim + 2 * width
+    products = (3 if layer.mlp.gated else 2) * layer.mlp.width
+    features = len(spec.deepstack) * spec.out_width / merged
+    layers = element_bytes * (4 * width + max(attention, products) + features)
+    # The last hidden states, also normed; products and activations of a merger; twice all features.
+    of_merger = 2 * width if isinstance(spec.merger, JoinedSquares) else width / merged
+    end = element_bytes * (2 * width + of_merger + 2 * features + 2 * spec.out_width / merged)
+    # The values of patches live as long as the request.
+    return math.ceil(num_patches * (WIDE * values + PLACE_BYTES + rotation + max(start, layers, end)))
 
 
 # ---- bytes of a row ----

@@ -189,7 +189,7 @@ def _read_sizes(metadata: Metadata, num_heads: str) -> dict[str, Any]:
 
 
 def _read_positions(metadata: Metadata, file: GGUFFile) -> tuple[int, int]:
-    """Return the number of positions, which are those of a square image, and the root of it."""
+    """Return the number of positions, which is a square, and its root."""
     patch = metadata.integer("vision.patch_size", most=MAX_SIDE)
     image_size = metadata.integer("vision.image_size", most=MAX_SIDE)
     table = file.tensors.get("v.position_embd.weight")
@@ -207,7 +207,7 @@ def _read_positions(metadata: Metadata, file: GGUFFile) -> tuple[int, int]:
 
 
 def _by_pixels(metadata: Metadata, _vision: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of Qwen's image processor, without those of values."""
+    """Return the class and the limits of Qwen's image processor."""
     least = metadata.integer("vision.image_min_pixels", MIN_PIXELS)
     most = metadata.integer("vision.image_max_pixels", max(MAX_PIXELS, least))
     if most < least:
@@ -217,7 +217,7 @@ def _by_pixels(metadata: Metadata, _vision: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _of_one_size(_metadata: Metadata, vision: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of Gemma 3's image processor, without those of values."""
+    """Return the class and the size of Gemma 3's image processor."""
     size = dict.fromkeys(("height", "width"), vision["image_size"])
     return {"image_processor_type": "Gemma3ImageProcessor", "size": size}
 
@@ -240,7 +240,7 @@ class _Projector(NamedTuple):
     read_settings: Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
 
 
-# Value of `clip.projector_type` -> what is implemented.
+# Value of `clip.projector_type` -> its encoder.
 PROJECTORS: Final[Mapping[str, _Projector]] = {
     "gemma3": _Projector(gemma3_vision, _read_gemma3, _of_one_size),
     "qwen3vl_merger": _Projector(qwen_vision, _read_qwen, _by_pixels),
