@@ -48,9 +48,20 @@ NEVER_LONG = (
     "tests/platform/test_huge_pages.py",
     "tests/scheduling/test_random_runs.py::test_tokens_do_not_depend_on_memory_budget_policy_or_company",
 )
-# Modules whose cases are of many models, by a fixture or a parameter: `--share` runs those of some models.
-SHARED_MODULES = ("tests/conformance/test_histories.py", "tests/hosted/test_net.py")
-MODEL_FIXTURES = ("reference", "model_type")
+# Modules with cases for many models, or many seeds: `--share` runs some of them.
+SHARED_MODULES = (
+    "tests/conformance/test_histories.py",
+    "tests/conformance/test_ranks.py",
+    "tests/conformance/test_stages.py",
+    "tests/hosted/test_net.py",
+    "tests/hostile/test_checkpoints.py",
+    "tests/hostile/test_hosted_configs.py",
+    "tests/kvstore/test_shared_store.py",
+    "tests/memory/test_small_worlds.py",
+    "tests/schemas/test_random_schemas.py",
+)
+# Fixtures and parameters with the name of a model, all cases of which are in one share.
+MODEL_FIXTURES = ("reference", "model_type", "name")
 # The line of a module whose tests are all slow.
 SLOW_MODULE = "\npytestmark = pytest.mark.slow\n"
 Case = TypeVar("Case")
@@ -180,7 +191,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that measures which cases are long, and the one that leaves out some models."""
     text = f"write the cases that take more processor time to {LONG_CASES.name}, beside those that are in it"
     parser.addoption("--list-long-tests", type=float, metavar="SECONDS", help=text)
-    text = f"of {', '.join(SHARED_MODULES)}, run the cases of one of COUNT shares of the models, counted from 0"
+    text = f"of the slow cases of {', '.join(SHARED_MODULES)}, run one of COUNT shares, counted from 0"
     parser.addoption("--share", metavar="NUMBER/COUNT", help=text)
 
 
@@ -226,16 +237,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def by_share(items: list[pytest.Item], share: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the items without, and with, a model that belongs to another share than this one, `NUMBER/COUNT`."""
+    """Return the items without, and with, the slow cases that belong to another share than this one, `NUMBER/COUNT`."""
     number, count = map(int, share.split("/"))
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
-        values = getattr(getattr(item, "callspec", None), "params", {})
-        model = next((values[name] for name in MODEL_FIXTURES if name in values), None)
-        is_shared = model is not None and item.nodeid.startswith(SHARED_MODULES)
-        is_other = is_shared and crc32(str(model).encode()) % count != number
-        (others if is_other else kept).append(item)
+        case = getattr(item, "callspec", None)
+        is_shared = case is not None and item.nodeid.startswith(SHARED_MODULES) and item.get_closest_marker("slow")
+        if case is None or not is_shared:
+            kept.append(item)
+            continue
+        key = next((case.params[name] for name in MODEL_FIXTURES if name in case.params), case.id)
+        (kept if crc32(str(key).encode()) % count == number else others).append(item)
     return kept, others
 
 

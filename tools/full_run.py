@@ -4,7 +4,7 @@ Products of kernels' cases, kernels in Triton's interpreter and compiled for GPU
 instructions take most of CI's time, and have the same result as long as the code that they run has not changed. `make
 kernels` runs them all and adds a row to `docs/lab/full-runs.md` with a digest of that code. CI leaves out the suites of
 code that has the digest of the last row, and one lower level, which follows from the commit, runs in any case. So does
-a share of the suites with a case for each of many models (`--share` of the tests), which follows from the commit too.
+a share of slow suites with cases for many models or seeds (`--share` of the tests), which follows from the commit too.
 """
 
 from __future__ import annotations

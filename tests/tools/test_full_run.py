@@ -84,20 +84,24 @@ def test_each_commit_has_a_share_of_the_models() -> None:
     assert full_run.share_to_run(None) == f"0/{full_run.NUM_SHARES}"
 
 
-def test_shares_divide_the_models_of_the_shared_modules() -> None:
+def case_of(nodeid: str, params: dict[str, Any] | None = None, mark: str = "slow") -> Any:
+    callspec = None if params is None else SimpleNamespace(params=params, id=nodeid.partition("[")[2])
+    return SimpleNamespace(nodeid=nodeid, callspec=callspec, get_closest_marker=lambda name: name == mark or None)
+
+
+def test_shares_divide_the_cases_of_the_shared_modules() -> None:
+    assert all((full_run.ROOT / module).is_file() for module in SHARED_MODULES)
     models = [f"model-{number}" for number in range(60)]
-    modules = dict(zip(SHARED_MODULES, MODEL_FIXTURES, strict=True)) | {"tests/models/test_it.py": "reference"}
-    items: list[Any] = [
-        SimpleNamespace(nodeid=f"{module}::test_it[{model}]", callspec=SimpleNamespace(params={name: model}))
-        for module, name in modules.items()
-        for model in models
-    ]
-    items.append(SimpleNamespace(nodeid=f"{SHARED_MODULES[0]}::test_other"))
+    names = dict(zip(SHARED_MODULES, [*MODEL_FIXTURES, *["seed"] * 9], strict=False))
+    modules = names | {"tests/models/test_it.py": "reference"}
+    items = [case_of(f"{module}::test_it[{one}]", {name: one}) for module, name in modules.items() for one in models]
+    items.append(case_of(f"{SHARED_MODULES[0]}::test_other"))
+    items.append(case_of(f"{SHARED_MODULES[0]}::test_other[quick]", {"seed": 1}, mark="long"))
     shares = [by_share(items, f"{number}/3")[0] for number in range(3)]
     for module in SHARED_MODULES:
         of_module = [[each.nodeid for each in kept if each.nodeid.startswith(f"{module}::test_it")] for kept in shares]
         assert sorted(chain.from_iterable(of_module)) == sorted(f"{module}::test_it[{model}]" for model in models)
         assert min(map(len, of_module)) > 10
-    assert all(len([each for each in kept if "::test_other" in each.nodeid]) == 1 for kept in shares)
+    assert all(len([each for each in kept if "::test_other" in each.nodeid]) == 2 for kept in shares)
     assert all(len([each for each in kept if "tests/models" in each.nodeid]) == len(models) for kept in shares)
     assert all(len(kept) + len(others) == len(items) for kept, others in [by_share(items, "1/3")])

@@ -81,9 +81,11 @@ def _open(path: Path, model: Checkpoint) -> Checkpoint:
     architecture = model.config["architectures"][0]
     tower = TOWERS.get(architecture)
     if tower is None or tower.read is not found.read:
-        fitting = ", ".join(name for name, each in TOWERS.items() if each.read is found.read)
+        fitting = {name: each.token for name, each in TOWERS.items() if each.read is found.read}
         raise UnsupportedModel(
-            f"{path}: it is the encoder of a {fitting}, and {model.gguf_path} is {architecture}", field="mmproj"
+            f"{path}: it is the encoder of a {', '.join(fitting)}, with {next(iter(fitting.values()))} in the "
+            f"vocabulary, and {model.gguf_path} is a {architecture}",
+            field="mmproj",
         )
     spec = build(model.config)[0]
     for name, theirs, ours in (
