@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,12 @@ TIMEOUT_S = 600.0
 CONTEXT = 8192
 # Sides of the images: 1,024 and 4,096 patches of 16x16 pixels.
 SIDES = (512, 1024)
+# Ratios of the other's times to Quire's.
 MARKS = {"encoder": 1.2, "second turn": 5.0}
-_ENCODED = re.compile(r"slice encoded in (\d+) ms")
-_METRIC = re.compile(r"^quire[:_]image_encoder_seconds(?:_total)? ([0-9.e+-]+)$", re.MULTILINE)
+# Lines of llama-server's log before and after its encoder: minutes, seconds, milliseconds and microseconds.
+_STARTS = re.compile(r"^(\d+)\.(\d+)\.(\d+)\.(\d+) I .*encoding mtmd batch", re.MULTILINE)
+_ENDS = re.compile(r"^(\d+)\.(\d+)\.(\d+)\.(\d+) I decoding image batch 1/", re.MULTILINE)
+_METRIC = re.compile(r"^\S*image_encoder_seconds(?:_total)?(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
 def png_url(side: int, rng: random.Random) -> str:
@@ -59,6 +62,11 @@ def png_url(side: int, rng: random.Random) -> str:
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"".join(lines))) + chunk(b"IEND", b"")
     return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + data).decode()
+
+
+def _seconds(stamp: Sequence[str]) -> float:
+    minutes, seconds, milliseconds, microseconds = map(int, stamp)
+    return 60 * minutes + seconds + milliseconds / 1e3 + microseconds / 1e6
 
 
 class Server:
@@ -99,7 +107,9 @@ class Server:
     def encoder_s(self) -> float:
         """Return the time of the encoder since the start."""
         if self.name == "llama-server":
-            return sum(map(int, _ENCODED.findall(self._log.read_text(errors="replace")))) / 1000
+            log = self._log.read_text(errors="replace")
+            starts, ends = (sum(map(_seconds, pattern.findall(log))) for pattern in (_STARTS, _ENDS))
+            return ends - starts
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
         connection.request("GET", "/metrics")
         found = _METRIC.search(connection.getresponse().read().decode())
@@ -140,9 +150,20 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     threads, context = str(args.threads), str(CONTEXT)
     (mmproj,) = args.file.parent.glob("*mmproj*.gguf")
     quire = [sys.executable, "-m", "quire", "serve", str(args.file), "--num-threads", threads]
-    quire += ["--max-model-len", context, "--max-num-seqs", "4", "--log-level", "warning", *args.quire_options.split()]
+    quire += [
+        "--max-model-len",
+        context,
+        "--max-num-seqs",
+        "4",
+        "--served-model-name",
+        "m",
+        "--log-level",
+        "warning",
+        *args.quire_options.split(),
+    ]
     llama = [str(args.llama_server), "-m", str(args.file), "--mmproj", str(mmproj), "-t", threads, "-np", "1"]
-    llama += ["-c", context, "--host", "127.0.0.1", "--jinja", *args.llama_options.split()]
+    llama += ["-c", context, "--host", "127.0.0.1", "--jinja", "-lv", "4"]
+    llama += args.llama_options.split()
     return {"quire": quire, "llama-server": llama}
 
 
