@@ -69,7 +69,7 @@ def _seconds(stamp: Sequence[str]) -> float:
     return 60 * minutes + seconds + milliseconds / 1e3 + microseconds / 1e6
 
 
-class Server:
+class TimedServer:
     """A server of this machine, and what it says of its encoder.
 
     Args:
@@ -129,10 +129,10 @@ class Server:
 
 
 @contextmanager
-def serving(name: str, command: list[str], log: Path) -> Iterator[Server]:
+def serving(name: str, command: list[str], log: Path) -> Iterator[TimedServer]:
     """Start a server, and return it once it answers; it is ended on leaving."""
     port = machine.free_port()
-    server = Server(name, port, log)
+    server = TimedServer(name, port, log)
     with log.open("wb") as out, subprocess.Popen([*command, "--port", str(port)], stdout=out, stderr=out) as process:
         try:
             until_s = time.perf_counter() + START_TIMEOUT_S
@@ -167,7 +167,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     return {"quire": quire, "llama-server": llama}
 
 
-def measure(server: Server, side: int, seed: int) -> dict[str, float]:
+def measure(server: TimedServer, side: int, seed: int) -> dict[str, float]:
     """Send the three requests about one image, and return the times in seconds."""
     rng = random.Random(seed)
     part = {"type": "image_url", "image_url": {"url": png_url(side, rng)}}
