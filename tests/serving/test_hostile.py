@@ -9,7 +9,7 @@ import pytest
 
 from tests.server import tool_checkpoint
 from tests.server.hostile.attack import LONG, attack
-from tests.server.hostile.bodies import KINDS
+from tests.server.hostile.bodies import KINDS, MAX_BODY
 from tests.server.hostile.runner import FLAGS
 from tests.server.process import ServerProcess, running
 from tests.serving.fleets import router_before
@@ -21,7 +21,8 @@ def target(tmp_path: Path) -> Iterator[ServerProcess]:
     model = tool_checkpoint.save(tmp_path / "model", "hermes")
     with (
         running(model, tmp_path / "server.log", *FLAGS) as server,
-        router_before(server, tmp_path / "router.log") as router,
+        # Both have the limit that long bodies are near to, or above.
+        router_before(server, tmp_path / "router.log", "--max-body-bytes", str(MAX_BODY)) as router,
     ):
         yield router
 

@@ -16,6 +16,7 @@ from quire.errors import ConfigError, shown
 if TYPE_CHECKING:
     from quire.cli.options import Subparsers
     from quire.models.capacity.report import GPUPlan, GroupPlan, MemoryPlan
+    from quire.models.capacity.step_memory import ImageMemory
 
 EXIT_DOES_NOT_FIT = 1
 # The engine's options that change a size.
@@ -86,7 +87,6 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from quire.engine.startup.image_memory import find_images
     from quire.models.capacity.planner import plan_memory
     from quire.models.capacity.report import PlanRequest
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             memory_bytes=memory_bytes,
             weights_bytes=args.weights_bytes,
             lengths=args.lengths,
-            images=find_images(config),
+            images=_images(config),
         )
     )
     rates = [] if args.gpu is None or plan.draft_architecture else _decode_rates(plan, config, args.gpu)
@@ -112,6 +112,18 @@ def run(args: argparse.Namespace) -> int:
         for line in _lines(plan, rates):
             print(line if line.startswith(TABLE_MARGIN) else textwrap.fill(line, WIDTH))
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _images(config: EngineConfig) -> ImageMemory | None:
+    """Return the memory of images; for models that read none, without the imports of an engine."""
+    from quire.models.checkpoints.checkpoint import read_config
+    from quire.models.families.vision_towers import find_tower
+
+    if find_tower(read_config(config.model.model, config.model.revision)) is None:
+        return None
+    from quire.engine.startup.image_memory import find_images
+
+    return find_images(config)
 
 
 def _gpu_bytes(name: str, memory_bytes: int | None, device: str) -> int:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.server import tool_checkpoint
-from tests.server.hostile.bodies import KINDS, Case, made_apart, make_case
+from tests.server.hostile.bodies import KINDS, MAX_BODY, Case, made_apart, make_case
 from tests.server.hostile.runner import FLAGS, Attack, Report
 from tests.server.process import running
 from tests.serving.fleets import router_before
@@ -42,7 +42,9 @@ def main() -> int:
         with ExitStack() as stack:
             target = stack.enter_context(running(model, log, *FLAGS))
             if args.router:
-                target = stack.enter_context(router_before(target, log.with_name("router.log")))
+                target = stack.enter_context(
+                    router_before(target, log.with_name("router.log"), "--max-body-bytes", str(MAX_BODY))
+                )
             attack = Attack(target, args.attackers, settle_s=args.settle)
             if args.only is not None:
                 case: Future[Case] = Future()
