@@ -19,6 +19,7 @@ from quire.engine.startup.image_memory import find_images, with_images
 from quire.models.capacity.planner import plan_memory
 from quire.models.capacity.report import MemoryPlan, PlanRequest
 from quire.models.capacity.step_memory import image_bytes
+from quire.models.checkpoints.checkpoint import read_config
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.vision_towers import gemma3_vision, qwen_vision
 from quire.models.modules.vision_encoder import VisionEncoder
@@ -131,12 +132,13 @@ def test_a_plan_sets_aside_what_an_engine_does(
     for changes in ({}, {"mm_processor_kwargs": {"max_pixels": 1024}} if write is save else {}):
         options: dict[str, Any] = {"dtype": "float32", **changes}
         config = EngineConfig.from_options(model=folder, **options)
-        images = find_images(config)
-        planned = plan_memory(PlanRequest(config=config, memory_bytes=MEMORY, images=images)).image_bytes
+        request = PlanRequest(config=config, memory_bytes=MEMORY, find_images=find_images)
+        planned = plan_memory(request).image_bytes
         LLM(folder, **options, kv_cache_memory_bytes=1 << 22, max_model_len=96, skip_tokenizer_init=True).close()
         assert planned == costs[-1].image_bytes > 128 << 20
     for nothing in ({"language_model_only": True}, {"model_impl": "transformers"}):
-        assert find_images(EngineConfig.from_options(model=folder, dtype="float32", **nothing)) is None
+        config = EngineConfig.from_options(model=folder, dtype="float32", **nothing)
+        assert find_images(config, read_config(folder)) is None
 
 
 def test_a_pool_leaves_memory_for_images() -> None:

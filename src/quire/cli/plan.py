@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, engine_options, integers, parse_size
 from quire.config import GIB, EngineConfig
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             memory_bytes=memory_bytes,
             weights_bytes=args.weights_bytes,
             lengths=args.lengths,
-            images=_images(config),
+            find_images=_find_images,
         )
     )
     rates = [] if args.gpu is None or plan.draft_architecture else _decode_rates(plan, config, args.gpu)
@@ -114,16 +114,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
 
-def _images(config: EngineConfig) -> ImageMemory | None:
-    """Return the memory of images; for models that read none, without the imports of an engine."""
-    from quire.models.checkpoints.checkpoint import read_config
-    from quire.models.families.vision_towers import find_tower
-
-    if find_tower(read_config(config.model.model, config.model.revision)) is None:
-        return None
+def _find_images(config: EngineConfig, raw: Mapping[str, Any]) -> ImageMemory | None:
+    """Return the memory of images of a model with an encoder; other models are planned without torch's import."""
     from quire.engine.startup.image_memory import find_images
 
-    return find_images(config)
+    return find_images(config, raw)
 
 
 def _gpu_bytes(name: str, memory_bytes: int | None, device: str) -> int:

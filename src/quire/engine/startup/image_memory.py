@@ -11,14 +11,14 @@ import torch
 from quire.config import EngineConfig, StepCost
 from quire.engine.inputs.images.processing import ImageProcessing
 from quire.engine.inputs.images.settings import FILE, read_processing, read_settings
-from quire.engine.startup.vision import Vision
-from quire.errors import ConfigError, InvalidParameter
+from quire.engine.startup.vision import Vision, read_changed_processing
+from quire.errors import ConfigError
 from quire.execution.step.image_features import MAX_FEATURE_BYTES
 from quire.models.capacity.step_memory import ImageMemory
-from quire.models.checkpoints.checkpoint import Checkpoint, find_gguf, locate, read_config
+from quire.models.checkpoints.checkpoint import Checkpoint, find_gguf, locate
 from quire.models.checkpoints.vision_files import find_vision
 from quire.models.families.quantization_config import without_quantization
-from quire.models.families.vision_towers import build_vision, find_tower
+from quire.models.families.vision_towers import build_vision
 from quire.models.specs.vision_spec import VisionSpec
 from quire.platform.bounded.files import user_path
 
@@ -30,8 +30,12 @@ def with_images(step: StepCost, vision: Vision | None, dtype: torch.dtype) -> St
     return replace(step, image_bytes=_memory(vision.encoder.spec, vision.processing).num_bytes(dtype.itemsize))
 
 
-def find_images(config: EngineConfig) -> ImageMemory | None:
+def find_images(config: EngineConfig, raw: Mapping[str, Any]) -> ImageMemory | None:
     """Return the memory of images from configurations alone; None if an engine with these options would read none.
+
+    Args:
+        config: options.
+        raw: content of the `config.json` of a model whose architecture has an encoder.
 
     Raises:
         ConfigError: `mmproj` names a file that cannot be served, or `mm_processor_kwargs` has a value that is invalid.
@@ -39,9 +43,6 @@ def find_images(config: EngineConfig) -> ImageMemory | None:
     options = config.model
     has_ranks = config.parallel.num_ranks > 1
     if has_ranks or not config.multimodal.max_images or options.model_impl == "transformers":
-        return None
-    raw = read_config(options.model, options.revision)
-    if find_tower(raw) is None:
         return None
     try:
         found = _find_encoder(config, raw)
@@ -53,10 +54,7 @@ def find_images(config: EngineConfig) -> ImageMemory | None:
         if options.mmproj is not None:
             raise
         return None  # images are refused, and texts are served
-    try:
-        return _memory(spec, read_processing(settings, spec, config.multimodal.processor_changes))
-    except InvalidParameter as error:
-        raise ConfigError(str(error), field="mm_processor_kwargs") from error
+    return _memory(spec, read_changed_processing(settings, spec, config.multimodal))
 
 
 def _memory(spec: VisionSpec, processing: ImageProcessing) -> ImageMemory:

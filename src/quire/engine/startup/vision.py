@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from quire.models.families.vision_towers import find_tower
 from quire.models.loading.vision import load_vision_encoder
 from quire.models.modules.vision_encoder import VisionEncoder
 from quire.models.specs.spec import ModelSpec
+from quire.models.specs.vision_spec import VisionSpec
 from quire.platform.bounded.files import user_path
 
 INSTALL: Final = "pip install 'quire[vision]'"
@@ -84,8 +86,17 @@ def load_vision(
         return None
     if files is not checkpoint:
         logger.info("Images are encoded by %s", files.gguf_path)
+    return Vision(encoder, read_changed_processing(settings, encoder.spec, images), files)
+
+
+def read_changed_processing(settings: Mapping[str, Any], spec: VisionSpec, images: MultimodalConfig) -> ImageProcessing:
+    """Return the processing of images with a user's changes.
+
+    Raises:
+        ConfigError: `mm_processor_kwargs` has a value that the model cannot have.
+    """
     try:
-        return Vision(encoder, read_processing(settings, encoder.spec, images.processor_changes), files)
+        return read_processing(settings, spec, images.processor_changes)
     except InvalidParameter as error:
         raise ConfigError(str(error), field="mm_processor_kwargs") from error
 

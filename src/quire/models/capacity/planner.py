@@ -149,7 +149,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     gpu = _plan_gpu(request, models, max_model_len, weights_dtype)
     if gpu is not None:
         notes.append(UNCOUNTED)
-    image_bytes = _image_bytes(request, weights_dtype)
+    image_bytes = _image_bytes(request, target.raw, weights_dtype)
     sizing = _size_arena(request, specs, max_model_len, weights_bytes, gpu, step_cost(gpu, image_bytes or 0))
     groups = tuple(_group_plans(request, models, sizing))
     longest = sizing.longest(max_model_len) if request.has_budget else None
@@ -254,9 +254,12 @@ def _encoder_bytes(request: PlanRequest, raw: Mapping[str, Any], dtype: str) -> 
     return estimate_vision(built[0]).num_bytes(CACHE_DTYPES[dtype].element_bytes, options.quantization)
 
 
-def _image_bytes(request: PlanRequest, dtype: str) -> int | None:
+def _image_bytes(request: PlanRequest, raw: Mapping[str, Any], dtype: str) -> int | None:
     """Return the bytes that are set aside for images; None for no images."""
-    return None if request.images is None else request.images.num_bytes(CACHE_DTYPES[dtype].element_bytes)
+    if request.find_images is None or find_tower(raw) is None:
+        return None
+    images = request.find_images(request.config, raw)
+    return None if images is None else images.num_bytes(CACHE_DTYPES[dtype].element_bytes)
 
 
 def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str, encoder_bytes: int) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -18,14 +20,15 @@ class PlanRequest:
         memory_bytes: memory of the whole machine, or of its GPU; None if only the size of the cache is given.
         weights_bytes: bytes of the weights in this memory, including a draft model's; None for an estimate.
         lengths: sequence lengths in tokens; empty for the planner's `LENGTHS`.
-        images: memory of images besides the weights of their encoder; None if the engine would read no images.
+        find_images: function from the options and the content of the `config.json` of a model with an encoder to the
+            memory of images besides its weights, None if the engine would read no images; None for plans without it.
     """
 
     config: EngineConfig
     memory_bytes: int | None = None
     weights_bytes: int | None = None
     lengths: tuple[int, ...] = ()
-    images: ImageMemory | None = None
+    find_images: Callable[[EngineConfig, Mapping[str, Any]], ImageMemory | None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "weights_bytes"):

@@ -103,9 +103,9 @@ def open_mmproj(path: Path) -> MmprojModel:
         out_width = metadata.integer("vision.projection_dim")
         config = projector.read_config(metadata, file)
         text = {"text_config": {"hidden_size": out_width}}
-        spec, names = projector.tower(HFConfig({**config, **text}))
+        spec, names = projector.read(HFConfig({**config, **text}))
         return MmprojModel(
-            projector.tower,
+            projector.read,
             config,
             out_width,
             len(spec.deepstack),
@@ -235,7 +235,7 @@ def _read_values(metadata: Metadata) -> dict[str, Any]:
 class _Projector(NamedTuple):
     """An encoder with its projector: the reader of its family, and readers of the fields of both configurations."""
 
-    tower: Callable[[HFConfig], tuple[VisionSpec, WeightMap]]
+    read: Callable[[HFConfig], tuple[VisionSpec, WeightMap]]
     read_config: Callable[[Metadata, GGUFFile], dict[str, Any]]
     read_settings: Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
 
