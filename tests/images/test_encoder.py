@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from quire.models.families.hf_config import HFConfig
 from quire.models.families.vision_towers import gemma3_vision, qwen_vision
 from quire.models.loading.sizes import check_sizes
 from quire.models.modules.vision_encoder import PatchGrid, VisionEncoder
+from quire.models.specs import vision_spec
 from quire.models.specs.spec import WeightMap
-from quire.models.specs.vision_spec import VisionSpec
+from quire.models.specs.vision_spec import LayerPieces, VisionSpec
 from quire.ops.interface.ops import Ops
 from quire.ops.reference.reference_ops import ReferenceOps
 from tests.ops.backends import CPU_BACKENDS, Backend
@@ -169,3 +171,35 @@ def test_sizes_that_no_tensor_has_are_refused_before_anything_is_made(field: str
     check_sizes(spec, tensors)
     with pytest.raises(CheckpointError):
         check_sizes(qwen_vision(HFConfig({"vision_config": QWEN | {field: value}}))[0], tensors)
+
+
+@pytest.mark.parametrize(("piece_rows", "piece_scores"), [(8, 1), (12, 2 * 48**2), (16, 1 << 25), (32, 1)])
+@pytest.mark.parametrize(("read", "vision"), [(qwen_vision, QWEN), (gemma3_vision, GEMMA)])
+def test_pieces_of_layers_have_the_features_of_whole_layers(
+    ops: Ops, read: Any, vision: Any, piece_rows: int, piece_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, _ = read(HFConfig({"vision_config": vision, "text_config": {"hidden_size": 40}, "mm_tokens_per_image": 36}))
+    encoder = VisionEncoder(spec, ops=ops, dtype=torch.float32, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(2)
+    for name, shape in encoder.weights.shapes().items():
+        encoder.weights.load(name, torch.randn(shape, generator=generator) * 0.2)
+    rows, columns = (12, 12) if read is gemma3_vision else (6, 8)
+    values = torch.randn(rows * columns, math.prod(spec.patch_shape), generator=generator)
+    with torch.inference_mode():
+        whole = encoder(values, rows, columns)
+        monkeypatch.setattr(vision_spec, "PIECE_ROWS", piece_rows)
+        monkeypatch.setattr(vision_spec, "PIECE_SCORES", piece_scores)
+        image = encoder.start(values, rows, columns)
+        kinds, found = [], None
+        while found is None:
+            kinds.append(image.kind)
+            found = encoder.advance(image)
+    pieces = LayerPieces.of(spec, rows * columns)
+    assert pieces.is_divided
+    assert len(kinds) == pieces.num_pieces * len(spec.layers)
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "heads": pieces.num_row_pieces * len(spec.layers),
+        "seen": pieces.num_head_pieces * len(spec.layers),
+        "rest": pieces.num_row_pieces * len(spec.layers),
+    }
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)

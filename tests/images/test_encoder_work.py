@@ -299,6 +299,9 @@ class StandIn:
     def holds(self, image: ImagePatches) -> bool:
         return image.digest in self.present
 
+    def next_kind(self, _: ImagePatches) -> str:
+        return "layer"
+
     def advance(self, image: ImagePatches) -> bool:
         self.now_s += len(image.values) / 1000
         self.layers[image.digest] += 1
@@ -366,13 +369,14 @@ def test_a_layer_runs_between_steps_without_a_target_and_many_alone() -> None:
 
 def test_the_first_layer_of_a_larger_image_is_estimated_from_above() -> None:
     cost = LayerCost()
-    assert cost.seconds(100) == 0.0
-    cost.record(100, 1.0)
-    assert [cost.seconds(count) for count in (50, 100, 200)] == [0.5, 1.0, 4.0]
-    cost.record(100, 2.0)
-    assert 1.0 < cost.seconds(100) < 2.0
-    cost.record(200, 3.0)
-    assert cost.seconds(200) == 3.0
+    assert cost.seconds("layer", 100) == 0.0
+    cost.record("layer", 100, 1.0)
+    assert [cost.seconds("layer", count) for count in (50, 100, 200)] == [0.5, 1.0, 4.0]
+    cost.record("layer", 100, 2.0)
+    assert 1.0 < cost.seconds("layer", 100) < 2.0
+    cost.record("layer", 200, 3.0)
+    assert cost.seconds("layer", 200) == 3.0
+    assert cost.seconds("rest", 200) == 0.0
 
 
 def test_images_begin_while_their_features_fit_beside_those_that_are_to_be_read() -> None:

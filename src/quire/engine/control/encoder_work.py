@@ -5,6 +5,8 @@
  gap       |<--------- a token of the sequences that decode ---->|
 ```
 
+Layers of a large image run in pieces; what is said of layers here holds for pieces (`VisionEncoder.advance`).
+
 A prompt is computed up to its first image whose features are not in memory, and others go on; see `MediaGate`. Images
 are encoded in the order of the running sequences, one after the other. After a step in which sequences decode, layers
 run for as long as it leaves of `max_inter_token_ms`, one at least; without that target, one runs. After other steps
@@ -36,28 +38,30 @@ _ALL: Final = 1 << 62
 
 
 class LayerCost:
-    """An estimate of the seconds that a layer takes an image of some number of patches.
+    """An estimate of the seconds that a layer, or a piece of one kind, takes an image of some number of patches.
 
-    Projections take a time that grows with the patches, and attention one that grows with their square. All layers of
-    an image take the same time, so its own are measured; the first of another image is estimated, from above if that
-    image is larger.
+    Projections take a time that grows with the patches, and attention one that grows with their square; pieces are of
+    fewer rows or heads, and take less. All layers of an image take the same time, so its own are measured; the first of
+    another image is estimated, from above if that image is larger.
     """
 
     def __init__(self) -> None:
-        self._num_patches = 0
-        self._layer_s: float | None = None
+        # Kind -> patches of the image that was measured last, and seconds.
+        self._measured: dict[str, tuple[int, float]] = {}
 
-    def record(self, num_patches: int, elapsed_s: float) -> None:
-        """Record the time of a layer."""
-        known = self._layer_s if num_patches == self._num_patches else None
-        self._num_patches, self._layer_s = num_patches, moving_average(known, elapsed_s, WEIGHT)
+    def record(self, kind: str, num_patches: int, elapsed_s: float) -> None:
+        """Record a time."""
+        count, known_s = self._measured.get(kind, (0, 0.0))
+        known = known_s if num_patches == count else None
+        self._measured[kind] = num_patches, moving_average(known, elapsed_s, WEIGHT)
 
-    def seconds(self, num_patches: int) -> float:
-        """Return the estimate; 0 before the first layer."""
-        if self._layer_s is None:
+    def seconds(self, kind: str, num_patches: int) -> float:
+        """Return the estimate; 0 before the first of a kind."""
+        if kind not in self._measured:
             return 0.0
-        growth = num_patches / self._num_patches
-        return self._layer_s * max(growth, growth**2)
+        count, known_s = self._measured[kind]
+        growth = num_patches / count
+        return known_s * max(growth, growth**2)
 
 
 @dataclass(slots=True)
@@ -162,14 +166,14 @@ class EncoderWork:
     def next_layer_s(self) -> float:
         """Return the time of the next layer, in seconds; 0 without work."""
         wish = self._next()
-        return 0.0 if wish is None else self.cost.seconds(len(wish.image.values))
+        return 0.0 if wish is None else self._seconds(wish.image)
 
     def _run(self, left_s: float) -> list[tuple[str, str]]:
         """Take images through layers, one at least, for `left_s` seconds; see `run`."""
         wish, spent_s, is_first = self._next(), 0.0, True
         while wish is not None:
-            num_patches = len(wish.image.values)
-            if not is_first and spent_s + self.cost.seconds(num_patches) > left_s:
+            kind = self._features.next_kind(wish.image)
+            if not is_first and spent_s + self._seconds(wish.image) > left_s:
                 break
             started_s, is_first = self._clock(), False
             try:
@@ -184,8 +188,11 @@ class EncoderWork:
                 self._wishes.pop(wish.image.digest, None)
                 wish = self._next()
             else:
-                self.cost.record(num_patches, elapsed_s)
+                self.cost.record(kind, len(wish.image.values), elapsed_s)
         return []
+
+    def _seconds(self, image: ImagePatches) -> float:
+        return self.cost.seconds(self._features.next_kind(image), len(image.values))
 
     def _next(self) -> _Wish | None:
         """Return the image to go on with: the one that has begun, or the first one; None without work."""

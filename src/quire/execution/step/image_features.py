@@ -95,9 +95,13 @@ class ImageFeatures:
             self.num_hits += 1
         return self._features[image.digest]
 
+    def next_kind(self, image: ImagePatches) -> str:
+        """Return the kind of work that `advance` would do; see `ImagePass.kind`."""
+        return "start" if self._pass is None or self._digest != image.digest else self._pass.kind
+
     @torch.inference_mode()
     def advance(self, image: ImagePatches) -> bool:
-        """Load an image's features from disk, or take it through one layer; return True once they are in memory.
+        """Load an image's features from disk, or take it through a layer or a piece of one; return True at the end.
 
         An image that is begun takes the place of one on its way. After an error, an image begins anew.
         """

@@ -25,7 +25,7 @@ from quire.models.specs.spec import (
     ModelSpec,
     PlainMLP,
 )
-from quire.models.specs.vision_spec import JoinedSquares, VisionSpec
+from quire.models.specs.vision_spec import JoinedSquares, LayerPieces, VisionSpec
 
 # Bytes of float32 and int64.
 WIDE: Final = 4
@@ -145,17 +145,20 @@ def image_bytes(spec: VisionSpec, num_patches: int, element_bytes: int) -> int:
     rotation = 0 if spec.rope_theta is None else 2 * layer.attention.head_dim * element_bytes
     # Values in the dtype and their projection; or the projection and positions, with their terms in float32.
     start = element_bytes * width + max(element_bytes * values, 3 * WIDE * width if spec.is_resampled else 0)
-    # Hidden states before a layer, within it, normed and summed; queries, keys and values; or products and activations.
-    heads = layer.attention
-    attention = 2 * (heads.num_heads + heads.num_kv_heads) * heads.head_dim + 2 * width
+    # Queries, keys and values, rotated ones, and results of heads; or hidden states within a layer, normed and summed,
+    # products and activations; or, of a merger, normed hidden states, products and activations, and features.
+    heads, pieces = layer.attention.num_heads * layer.attention.head_dim, LayerPieces.of(spec, num_patches)
     products = (3 if layer.mlp.gated else 2) * layer.mlp.width
-    features = len(spec.deepstack) * spec.out_width / merged
-    layers = element_bytes * (4 * width + max(attention, products) + features)
-    # The last hidden states, also normed; products and activations of a merger; twice all features.
     of_merger = 2 * width if isinstance(spec.merger, JoinedSquares) else width / merged
-    end = element_bytes * (2 * width + of_merger + 2 * features + 2 * spec.out_width / merged)
+    rows = max(3 * width + products, width + of_merger + spec.out_width / merged)
+    working = max(6 * heads, rows)
+    if pieces.is_divided:
+        # Queries, keys and values of all rows, and results of heads; and those of a piece, also in the order of rows.
+        of_heads, of_rows = pieces.piece_heads / pieces.num_heads, pieces.piece_rows / num_patches
+        working = 4 * heads + max(7 * heads * of_heads, rows * of_rows)
+    layers = element_bytes * (width + working + spec.num_features * spec.out_width / merged)
     # The values of patches live as long as the request.
-    return math.ceil(num_patches * (WIDE * values + PLACE_BYTES + rotation + max(start, layers, end)))
+    return math.ceil(num_patches * (WIDE * values + PLACE_BYTES + rotation + max(start, layers)))
 
 
 # ---- bytes of a row ----

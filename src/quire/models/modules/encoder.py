@@ -157,10 +157,37 @@ class EncoderBlock:
 
     def __call__(self, x: Tensor, row_starts: Sequence[int], rotation: Rotation | None, bias: Tensor | None) -> Tensor:
         """Run the layer over rows [T, E] of whole texts."""
+        # No name keeps intermediate results alive.
+        return self.rest(self.seen(self.heads(x), (0, self.spec.attention.num_heads), row_starts, rotation, bias), x)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Return queries, keys and values of rows [T, E], [T, 3 H D]: the layer's first part, row by row."""
+        return self._attend.heads(self._mixer_norm(x) if self.spec.norm_first else x)
+
+    def seen(
+        self,
+        heads: Tensor,
+        part: tuple[int, int],
+        row_starts: Sequence[int],
+        rotation: Rotation | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Return results of heads `part[0]` to `part[1]`, [T, (part[1] - part[0]) D]: the second part.
+
+        Args:
+            heads: result of `heads` for all rows of the texts.
+            part: range of heads.
+            row_starts, rotation, bias: see `Ops.ragged_attention`; without a bias for a part of the heads.
+        """
+        return self._attend.seen(heads, part, row_starts, rotation, bias)
+
+    def rest(self, seen: Tensor, x: Tensor) -> Tensor:
+        """Return the output of rows [T, E] from results of all heads and the layer's input: the last part."""
+        x = self._attend.output(seen, x)
+        del seen
         if self.spec.norm_first:
-            x = self._attend(self._mixer_norm(x), x, row_starts, rotation, bias)
             return self._mlp(self._ffn_norm(x), x)
-        x = self._mixer_norm(self._attend(x, x, row_starts, rotation, bias))
+        x = self._mixer_norm(x)
         return self._ffn_norm(self._mlp(x, x))
 
 
@@ -191,13 +218,27 @@ class _BidirectionalHeads:
             output=self._output.slots,
         )
 
-    def __call__(
-        self, x: Tensor, residual: Tensor, row_starts: Sequence[int], rotation: Rotation | None, bias: Tensor | None
-    ) -> Tensor:
-        """Add to `residual` [T, E] what the rows of `x` [T, E] gather."""
+    def heads(self, x: Tensor) -> Tensor:
+        """Return queries, keys and values [T, 3 H D] of `x` [T, E]."""
         qkv = self._qkv.run(x)
-        heads = qkv if self._is_plain else self._normed(qkv)
-        seen = self._attend(heads, self._spec.num_heads, row_starts, rotation, self._spec.window, bias)
+        return qkv if self._is_plain else self._normed(qkv)
+
+    def seen(
+        self,
+        heads: Tensor,
+        part: tuple[int, int],
+        row_starts: Sequence[int],
+        rotation: Rotation | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """See `EncoderBlock.seen`."""
+        (start, end), num_heads = part, self._spec.num_heads
+        if end - start < num_heads:
+            heads = heads.view(len(heads), 3, num_heads, -1)[:, :, start:end].flatten(1)
+        return self._attend(heads, end - start, row_starts, rotation, self._spec.window, bias)
+
+    def output(self, seen: Tensor, residual: Tensor) -> Tensor:
+        """Add the output of results of all heads [T, H D] to `residual` [T, E]."""
         return self._output(seen, residual)
 
     def _normed(self, qkv: Tensor) -> Tensor:

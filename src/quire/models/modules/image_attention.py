@@ -15,7 +15,7 @@ Source: `token_type_ids` of transformers' Gemma 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -56,17 +56,7 @@ class ImageAttentionBatch(AttentionBatch):
     @classmethod
     def of(cls, batch: AttentionBatch, images: Sequence[JointRows]) -> ImageAttentionBatch:
         """Return a batch with these rows of images."""
-        return cls(
-            batch.slot_mapping,
-            batch.row_starts,
-            batch.context_lens,
-            batch.block_ids,
-            batch.block_starts,
-            batch.window,
-            batch.chunk,
-            batch.host_block_ids,
-            images,
-        )
+        return cls(**{field.name: getattr(batch, field.name) for field in fields(AttentionBatch)}, images=images)
 
 
 class _Rows(NamedTuple):

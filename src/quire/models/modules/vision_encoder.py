@@ -13,7 +13,7 @@ from quire.models.modules.encoder import EncoderBlock
 from quire.models.modules.norms import make_norm
 from quire.models.modules.projections import Projection
 from quire.models.modules.weight_slots import WeightSlot, WeightTable, nested
-from quire.models.specs.vision_spec import AveragedSquares, JoinedSquares, VisionSpec
+from quire.models.specs.vision_spec import AveragedSquares, JoinedSquares, LayerPieces, VisionSpec
 from quire.ops.interface.ops import Ops, Rotation
 
 # Patches are values of pixels, and there is one such layer: fewer bits would gain nothing.
@@ -61,14 +61,38 @@ class ImagePatches(NamedTuple):
 class ImagePass:
     """An image on its way through the layers: the work of an encoder between two steps of a decoder.
 
+    Args:
+        spec: the encoder.
+        hidden: hidden states before the first layer, [P, E]; those after a layer take their place.
+        rotation: rotation of queries and keys; None for none.
+
     Attributes:
         num_layers: layers that it has passed.
+        num_pieces: pieces of the next layer that it has passed.
+        pieces: sizes of these pieces.
+        heads, seen: queries, keys and values of a divided layer, and results of its heads, as far as computed.
+        features: features, [1 + D, tokens, E of the decoder], as far as computed.
     """
 
-    def __init__(self, hidden: Tensor, rotation: Rotation | None) -> None:
+    def __init__(self, spec: VisionSpec, hidden: Tensor, rotation: Rotation | None) -> None:
         self.hidden, self.rotation = hidden, rotation
-        self.num_layers = 0
-        self.features: list[Tensor] = []
+        self.num_layers = self.num_pieces = 0
+        num_patches, width = len(hidden), spec.layers[0].attention.num_heads * spec.layers[0].attention.head_dim
+        self.pieces = LayerPieces.of(spec, num_patches)
+        self.heads, self.seen = (
+            hidden.new_empty(num_patches if self.pieces.is_divided else 0, count * width) for count in (3, 1)
+        )
+        self.features = hidden.new_empty(spec.num_features, num_patches // spec.merge_size**2, spec.out_width)
+
+    @property
+    def kind(self) -> str:
+        """Kind of the next piece; those of one kind and image take about the same time."""
+        num_rows, num_heads = self.pieces.num_row_pieces, self.pieces.num_head_pieces
+        if not self.pieces.is_divided:
+            return "layer"
+        if self.num_pieces < num_rows:
+            return "heads"
+        return "seen" if self.num_pieces < num_rows + num_heads else "rest"
 
 
 class VisionEncoder:
@@ -125,18 +149,50 @@ class VisionEncoder:
         rotation = None
         if spec.rope_theta is not None:
             rotation = axial_rotation(places, spec.layers[0].attention.head_dim, spec.rope_theta, self.dtype)
-        return ImagePass(hidden, rotation)
+        return ImagePass(spec, hidden, rotation)
 
     def advance(self, image: ImagePass) -> Tensor | None:
-        """Take an image through one layer; the last returns its features, [1 + D, tokens, E of the decoder]."""
-        idx = image.num_layers
-        image.hidden = self._layers[idx](image.hidden, (0, len(image.hidden)), image.rotation, None)
-        image.num_layers += 1
-        if idx in self._deep:
-            image.features.append(self._deep[idx](image.hidden))
-        if image.num_layers < len(self._layers):
+        """Take an image through a layer, or a piece of one; the last returns [1 + D, tokens, E of the decoder].
+
+        A layer of a large image is divided: queries, keys and values by rows, attention by heads, and all else by rows
+        again. The result is that of the whole layer, up to the rounding of products of fewer rows.
+        """
+        pieces, idx = image.pieces, image.num_layers
+        layer, piece, kind = self._layers[idx], image.num_pieces, image.kind
+        image.num_pieces += 1
+        match kind:
+            case "heads":
+                rows = pieces.rows(piece)
+                image.heads[rows] = layer.heads(image.hidden[rows])
+            case "seen":
+                self._gather(layer, image, piece - pieces.num_row_pieces)
+            case "rest":
+                rows = pieces.rows(piece - pieces.num_row_pieces - pieces.num_head_pieces)
+                image.hidden[rows] = layer.rest(image.seen[rows], image.hidden[rows])
+                self._merge(image, rows)
+            case _:
+                image.hidden = layer(image.hidden, (0, len(image.hidden)), image.rotation, None)
+                self._merge(image, slice(0, len(image.hidden)))
+        if image.num_pieces < pieces.num_pieces:
             return None
-        return torch.stack([self._merger(self._norm(image.hidden)), *image.features])
+        image.num_layers, image.num_pieces = idx + 1, 0
+        return None if image.num_layers < len(self._layers) else image.features
+
+    def _gather(self, layer: EncoderBlock, image: ImagePass, piece: int) -> None:
+        """Compute the attention of some heads."""
+        num_patches, part = len(image.hidden), image.pieces.heads(piece)
+        seen = layer.seen(image.heads, part, (0, num_patches), image.rotation, None)
+        of_heads = image.seen.view(num_patches, layer.spec.attention.num_heads, -1)[:, slice(*part)]
+        of_heads.copy_(seen.view(of_heads.shape))
+
+    def _merge(self, image: ImagePass, rows: slice) -> None:
+        """Compute the features of rows that leave a layer."""
+        idx, merged = image.num_layers, self.spec.merge_size**2
+        tokens = slice(rows.start // merged, rows.stop // merged)
+        if idx in self._deep:
+            image.features[1 + self.spec.deepstack.index(idx), tokens] = self._deep[idx](image.hidden[rows])
+        if idx == len(self._layers) - 1:
+            image.features[0, tokens] = self._merger(self._norm(image.hidden[rows]))
 
     def __call__(self, values: Tensor, rows: int, columns: int) -> Tensor:
         """Return the features of an image; see `start` and `advance`."""

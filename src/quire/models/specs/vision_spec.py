@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from quire.models.specs.encoder_spec import EncoderLayer
 from quire.models.specs.norm_spec import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface.ops import Elementwise
+
+# Rows of a piece of a layer, and scores of attention of a piece: some 10 billion operations with Qwen3-VL's sizes, a
+# tenth of a second of two cores without bfloat16 instructions.
+PIECE_ROWS: Final = 512
+PIECE_SCORES: Final = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +84,52 @@ class VisionSpec:
     def num_features(self) -> int:
         """Number of hidden states of an image's token: of the last layer, and of each deepstack layer."""
         return 1 + len(self.deepstack)
+
+
+class LayerPieces(NamedTuple):
+    """The pieces of a layer of an image: of rows, then of heads, then of rows again; or the layer in one piece.
+
+    Args:
+        num_patches, num_heads: numbers of rows and heads.
+        piece_rows, piece_heads: rows and heads of a piece; the last ones may be smaller.
+    """
+
+    num_patches: int
+    num_heads: int
+    piece_rows: int
+    piece_heads: int
+
+    @classmethod
+    def of(cls, spec: VisionSpec, num_patches: int) -> LayerPieces:
+        """Return the pieces of a layer of an image; the patches of a token are in one piece."""
+        merged, num_heads = spec.merge_size**2, spec.layers[0].attention.num_heads
+        piece_heads = min(num_heads, max(1, PIECE_SCORES // num_patches**2))
+        return cls(num_patches, num_heads, max(1, PIECE_ROWS // merged) * merged, piece_heads)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there are several pieces."""
+        return self.num_patches > self.piece_rows
+
+    @property
+    def num_row_pieces(self) -> int:
+        """Number of pieces of rows, of which there are two series."""
+        return -(-self.num_patches // self.piece_rows)
+
+    @property
+    def num_head_pieces(self) -> int:
+        """Number of pieces of heads, between the two series."""
+        return -(-self.num_heads // self.piece_heads)
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of all pieces of a layer."""
+        return 2 * self.num_row_pieces + self.num_head_pieces if self.is_divided else 1
+
+    def rows(self, piece: int) -> slice:
+        """Return the rows of a piece of one of the two series."""
+        return slice(piece * self.piece_rows, min(self.num_patches, (piece + 1) * self.piece_rows))
+
+    def heads(self, piece: int) -> tuple[int, int]:
+        """Return the range of heads of a piece."""
+        return piece * self.piece_heads, min(self.num_heads, (piece + 1) * self.piece_heads)
