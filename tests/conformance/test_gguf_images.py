@@ -94,8 +94,6 @@ def test_the_option_is_for_files_with_pillow(case: Case, files: Path, monkeypatc
         load_file(case.folder, mmproj=path)
     with pytest.raises(ConfigError, match=r"mmproj must be None with model_impl='transformers'"):
         load_file(files / "model.gguf", mmproj=path, model_impl="transformers")
-    with pytest.raises(ConfigError, match=r"mmproj .* tensor_parallel_size above 1"):
-        load_file(files / "model.gguf", mmproj=path, tensor_parallel_size=2)
     monkeypatch.setattr(vision, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"mmproj .* needs Pillow: pip install"):
         load_file(files / "model.gguf", mmproj=path)

@@ -194,20 +194,20 @@ class TestMemory:
                     budget = budget_of(agreed, share)
                     assert budget <= min(budget_of(first, share), budget_of(second, share))
                 assert agreed.available <= min(first.available, second.available)
-        assert RankMemory.least(ranks[:2]) == RankMemory(60 * GIB, 80 * GIB, 32 * GIB, 3 * GIB, 3)
+        assert RankMemory.least(ranks[:2]) == RankMemory(60 * GIB, 80 * GIB, 32 * GIB, 3 * GIB, 3, 0)
 
     def test_gpus_are_not_shared_and_the_memory_of_hosts_is(self) -> None:
         own = self.gpu(70, 80, host=64)
         assert (own.available, own.host) == (70 * GIB, 32 * GIB)
         cpu = RankMemory.of(Machine(device="cpu", available_bytes=64 * GIB, num_threads=8), StepCost(), num_local=2)
-        assert cpu == RankMemory(32 * GIB, None, None, 0, 0)
+        assert cpu == RankMemory(32 * GIB, None, None, 0, 0, 0)
         assert RankMemory.least([cpu, cpu._replace(available=GIB)]).available == GIB
 
     def test_all_ranks_get_the_same(self) -> None:
         ranks = two_ranks()
         machines = [Machine(device="cuda", available_bytes=free, num_threads=4, host_bytes=100, total_bytes=total)
                     for free, total in ((70, 80), (50, 64))]  # fmt: skip
-        steps = [StepCost(fixed_bytes=3, bytes_per_token=2), StepCost(fixed_bytes=4, bytes_per_token=1)]
+        steps = [StepCost(fixed_bytes=3, bytes_per_token=2, image_bytes=7), StepCost(fixed_bytes=4, bytes_per_token=1)]
         found: dict[int, Any] = {}
 
         def agree(rank: int) -> None:
@@ -220,7 +220,7 @@ class TestMemory:
         for each in ranks:
             each.close()
         machine = Machine(device="cuda", available_bytes=50, num_threads=2, host_bytes=50, total_bytes=64)
-        assert found[0] == found[1] == (machine, StepCost(fixed_bytes=4, bytes_per_token=2))
+        assert found[0] == found[1] == (machine, StepCost(fixed_bytes=4, bytes_per_token=2, image_bytes=7))
 
 
 def budget_of(memory: RankMemory, share: float) -> int:

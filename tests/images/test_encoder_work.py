@@ -293,9 +293,6 @@ class StandIn:
         self.present: dict[bytes, int] = {}
         self.layers: Counter[bytes] = Counter()
 
-    def num_bytes(self, image: ImagePatches) -> int:
-        return len(image.values)
-
     def holds(self, image: ImagePatches) -> bool:
         return image.digest in self.present
 
@@ -335,7 +332,7 @@ def asked(*sizes: int, limit_ms: float | None, max_bytes: int = 100) -> Asked:
     sequences = []
     for idx, size in enumerate(sizes):
         digest = b"%d" % idx
-        image = ImagePatches(digest, torch.empty(size, 1), 1, size)
+        image = ImagePatches(digest, torch.empty(size, 1), 1, size, size)
         media = (Media(MediaSpan(3, size, digest), image),)
         request = Request(f"{idx}", [1] * 200, GREEDY, 210, frozenset(), idx, 0, media=media)
         sequences.append(Sequence(idx, request, 0, [1] * 200, None, (0, idx, 0), None))  # type: ignore[arg-type]

@@ -222,6 +222,11 @@ def request(**fields: Any) -> Request:
     return Request(**given | fields)
 
 
+def _as_list(embeddings: object) -> list[int]:
+    assert isinstance(embeddings, tuple)
+    return list(embeddings)
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -249,8 +254,9 @@ def test_requests_come_back_as_they_were(params: SamplingParams) -> None:
         pooling=Pooling((3, 4), "mean", 2),
         retain_cache=True,
         adapter=4,
+        media=(Media(MediaSpan(1, 2, b"xy"), (5, 6), (1, 2), True), Media(MediaSpan(4, 1, b"z"), (7,))),
     )
-    back = request_from_json(json.loads(json.dumps(request_to_json(given))))
+    back = request_from_json(json.loads(json.dumps(request_to_json(given, _as_list))), tuple)
     assert back.params == params
     assert back.params.output_kind is params.output_kind
     for name in Request.__slots__:

@@ -107,7 +107,6 @@ _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
         ("prefix_cache_url", "kv_transfer_config"),
         ((None,), "blocks from elsewhere would be loaded at other times on each rank"),
     ),
-    "mmproj": ((None,), "models that are shared read no images"),
 }
 
 

@@ -35,7 +35,7 @@ class RankMemory(NamedTuple):
         available: memory of its GPU that can still be allocated; on a CPU, its share of the host's memory.
         total: total memory of its GPU; None on a CPU.
         host: its share of the host's memory that can still be allocated; None on a CPU.
-        fixed, per_token: memory of a step; see `StepCost`.
+        fixed, per_token, images: memory of a step, and of images between steps; see `StepCost`.
     """
 
     available: int
@@ -43,13 +43,14 @@ class RankMemory(NamedTuple):
     host: int | None
     fixed: int
     per_token: int
+    images: int
 
     @classmethod
     def of(cls, machine: Machine, step: StepCost, num_local: int) -> RankMemory:
         """Return the memory of one of `num_local` ranks on a host, each with a GPU of its own or all on the CPU."""
         host = None if machine.host_bytes is None else machine.host_bytes // num_local
         available = machine.available_bytes // (num_local if machine.total_bytes is None else 1)
-        return cls(available, machine.total_bytes, host, step.fixed_bytes, step.bytes_per_token)
+        return cls(available, machine.total_bytes, host, step.fixed_bytes, step.bytes_per_token, step.image_bytes)
 
     @classmethod
     def least(cls, facts: Sequence[Sequence[Any]]) -> RankMemory:
@@ -68,6 +69,7 @@ class RankMemory(NamedTuple):
             min(hosts, default=None),
             max(rank.fixed for rank in ranks),
             max(rank.per_token for rank in ranks),
+            max(rank.images for rank in ranks),
         )
 
     def machine(self, probed: Machine, num_threads: int) -> Machine:
@@ -83,7 +85,7 @@ class RankMemory(NamedTuple):
     @property
     def step(self) -> StepCost:
         """Memory of a step."""
-        return StepCost(fixed_bytes=self.fixed, bytes_per_token=self.per_token)
+        return StepCost(fixed_bytes=self.fixed, bytes_per_token=self.per_token, image_bytes=self.images)
 
 
 class Ranks:

@@ -20,7 +20,8 @@ diverged. It does not show a plan that only some ranks make; if ranks share memo
  ["stop", SEQ, STRING]            Scheduler.finish_at_stop_string
  ["beams", [[[PARENT, TOKEN, SCORE, STOP], ...], ...]]  Scheduler.advance_beams
  ["reset"]                        Scheduler.reset_prefix_cache
- ["pin", NAME, TOKENS, NAMESPACE], ["unpin", NAME]  Scheduler.pin and unpin
+ ["pin", NAME, TOKENS, NAMESPACE, SPANS], ["unpin", NAME]  Scheduler.pin and unpin
+ ["features", ...]                features of an image that the encoder of rank 0 has made; see `engine.ranked_media`
  ["adapter", SLOT, DIGEST, FOLDER]  load an adapter into a slot of the data plane; null twice: empty it
  ["write_through"], ["save"]      writes of the prefix cache to disk
  ["close"]                        the end
@@ -46,7 +47,13 @@ from quire.scheduling.preemption import TransferRates
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.scheduler_observer import SchedulerObserver
 from quire.sequences.decoding.speculation import AdaptiveDrafter
-from quire.sequences.request_json import check_travels, request_from_json, request_to_json
+from quire.sequences.request_json import (
+    check_travels,
+    request_from_json,
+    request_to_json,
+    spans_from_json,
+    spans_to_json,
+)
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
 
@@ -99,10 +106,17 @@ class CommandLog(SchedulerObserver):
         stream: receives the commands. It is flushed before each plan, so that others plan at the same time, and as soon
             as a step has results.
         digest_interval: steps from one digest to the next.
+        pack: function that returns the embeddings of a medium as a JSON value.
     """
 
-    def __init__(self, scheduler: Scheduler, stream: CommandStream, digest_interval: int = DIGEST_INTERVAL) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        stream: CommandStream,
+        digest_interval: int = DIGEST_INTERVAL,
+        pack: Callable[[object], Any] = str,
+    ) -> None:
+        self._scheduler, self._pack = scheduler, pack
         self._stream, self._put = stream, stream.put
         self._digest_interval = digest_interval
         # Values from measured times that the other ranks have, by command.
@@ -114,7 +128,7 @@ class CommandLog(SchedulerObserver):
 
     def add(self, request: Request) -> None:
         check_travels(request)
-        self._put("add", request_to_json(request))
+        self._put("add", request_to_json(request, self._pack))
         if request.params.prompt_logprobs is not None:
             self._num_known[request.request_id] = 0
 
@@ -152,8 +166,8 @@ class CommandLog(SchedulerObserver):
         self._put("reset")
 
     def pinned(self, name: str, chain: TokenChain, num_tokens: int) -> None:
-        # No media are cached here, since `add` refuses them: the blocks have only the tokens of their chain.
-        self._put("pin", name, chain.tokens[:num_tokens], list(Namespace.deserialise(chain.root.content)))
+        spans = spans_to_json(span for span in chain.media if span.start < num_tokens)
+        self._put("pin", name, chain.tokens[:num_tokens], list(Namespace.deserialise(chain.root.content)), spans)
 
     def unpinned(self, name: str) -> None:
         self._put("unpin", name)
@@ -193,6 +207,7 @@ class CommandReplay:
         scheduler: new scheduler with the arguments of the log's scheduler.
         others: functions that repeat the commands of other parts than the scheduler, by name. "reset" deletes the
             prefix cache outside of memory.
+        unpack: inverse of the log's `pack`.
         runs_ahead: True to yield plans of microbatches when they are made; False when their results come next.
 
     Attributes:
@@ -200,9 +215,14 @@ class CommandReplay:
     """
 
     def __init__(
-        self, scheduler: Scheduler, others: Mapping[str, Callable[..., None]] | None = None, *, runs_ahead: bool = True
+        self,
+        scheduler: Scheduler,
+        others: Mapping[str, Callable[..., None]] | None = None,
+        *,
+        unpack: Callable[[Any], object] = str,
+        runs_ahead: bool = True,
     ) -> None:
-        self.is_closed = False
+        self.is_closed, self._unpack = False, unpack
         self._runs_ahead = runs_ahead
         self._others = others or {}
         self._scheduler = scheduler
@@ -235,7 +255,7 @@ class CommandReplay:
                 case "results":
                     self._update(*given)
                 case "add":
-                    scheduler.add(request_from_json(given[0]))
+                    scheduler.add(request_from_json(given[0], self._unpack))
                 case "abort":
                     scheduler.abort(given[0], FinishReason(given[1]))
                 case "rates":
@@ -288,8 +308,9 @@ class CommandReplay:
             results = [result_of(item.seq_id, each) for item, each in zip(items, tokens, strict=True)]
         self._scheduler.update_from_results(items, results)
 
-    def _pin(self, name: str, tokens: list[int], namespace: list[Any]) -> None:
-        num_tokens = self._scheduler.pin(name, self._scheduler.memory.chain(tokens, Namespace(*namespace)))
+    def _pin(self, name: str, tokens: list[int], namespace: list[Any], spans: list[list[Any]]) -> None:
+        chain = self._scheduler.memory.chain(tokens, Namespace(*namespace), spans_from_json(spans))
+        num_tokens = self._scheduler.pin(name, chain)
         if num_tokens != len(tokens):
             raise LockstepDrift(
                 f"rank 0 has pinned {len(tokens)} tokens, of which {num_tokens} are in the prefix cache here"

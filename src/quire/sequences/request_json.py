@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace
 from typing import Any, Final
 
 from quire.errors import UnsupportedFeature
+from quire.memory.prefix.prompt_embeddings import MediaSpan
 from quire.memory.prefix.token_chain import Namespace
+from quire.sequences.media import Media
 from quire.sequences.params import RequestOutputKind, SamplingParams
 from quire.sequences.pooling import Pooling
 from quire.sequences.sequence import Request
@@ -27,16 +30,19 @@ def check_travels(request: Request) -> None:
     """Check that other processes can plan a request as this one does.
 
     Raises:
-        UnsupportedFeature: the request has a custom strategy, or embeddings of media.
+        UnsupportedFeature: the request has a custom strategy.
     """
     if request.params.strategy is not None:
         raise UnsupportedFeature("strategy", "it is Python code, and every rank plans for itself; use one process")
-    if request.media:
-        raise UnsupportedFeature("media", "embeddings are not sent to other ranks; use one process")
 
 
-def request_to_json(request: Request) -> dict[str, Any]:
-    """Return a request that was not scheduled yet as a JSON value; see `check_travels`."""
+def request_to_json(request: Request, pack: Callable[[object], Any]) -> dict[str, Any]:
+    """Return a request that was not scheduled yet as a JSON value; see `check_travels`.
+
+    Args:
+        request: the request.
+        pack: function that returns the embeddings of a medium as a JSON value.
+    """
     value = {name: getattr(request, name) for name in _PLAIN}
     value["params"] = params_to_json(request.params)
     value["has_processors"] = bool(request.params.logits_processors)
@@ -45,11 +51,14 @@ def request_to_json(request: Request) -> dict[str, Any]:
     value["bad_words"] = list(map(list, request.bad_words))
     value["dry_breakers"] = list(request.dry_breakers)
     value["pooling"] = None if request.pooling is None else list(request.pooling)
+    value["media"] = [
+        [spans_to_json([one.span])[0], pack(one.embeddings), one.grid, one.sees_itself] for one in request.media
+    ]
     return value
 
 
-def request_from_json(value: dict[str, Any]) -> Request:
-    """Return the request that `request_to_json` encoded."""
+def request_from_json(value: dict[str, Any], unpack: Callable[[Any], object]) -> Request:
+    """Return the request that `request_to_json` encoded; `unpack` is the inverse of `pack`."""
     params, pooling = params_from_json(value["params"]), value["pooling"]
     if value["has_processors"]:
         params = replace(params, logits_processors=(_stay_elsewhere,))
@@ -64,7 +73,21 @@ def request_from_json(value: dict[str, Any]) -> Request:
         bad_words=tuple(map(tuple, value["bad_words"])),
         dry_breakers=tuple(value["dry_breakers"]),
         pooling=pooling,
+        media=tuple(
+            Media(spans_from_json([span])[0], unpack(packed), None if grid is None else (grid[0], grid[1]), sees_itself)
+            for span, packed, grid, sees_itself in value["media"]
+        ),
     )
+
+
+def spans_to_json(spans: Iterable[MediaSpan]) -> list[list[Any]]:
+    """Return spans as a JSON value."""
+    return [[span.start, span.num_tokens, span.digest.hex()] for span in spans]
+
+
+def spans_from_json(values: list[list[Any]]) -> list[MediaSpan]:
+    """Return the spans that `spans_to_json` encoded."""
+    return [MediaSpan(start, num_tokens, bytes.fromhex(digest)) for start, num_tokens, digest in values]
 
 
 def _stay_elsewhere(*_: object) -> Any:

@@ -76,6 +76,10 @@ class _Wish:
         return any(not sequence.is_finished for sequence in tuple(self.sequences))  # other threads read it as well
 
 
+def _ignore(_: bytes) -> None:
+    pass
+
+
 class EncoderWork:
     """Decides which image goes through how many layers between two steps; a `MediaGate`.
 
@@ -86,11 +90,13 @@ class EncoderWork:
 
     Attributes:
         cost: estimate of a layer's time.
+        on_features: function that is called with the digest of each image whose features come to memory.
     """
 
     def __init__(
         self, features: ImageFeatures, max_inter_token_ms: float | None, clock: Callable[[], float] = perf_counter
     ) -> None:
+        self.on_features: Callable[[bytes], None] = _ignore
         self.cost = LayerCost()
         self._features, self._limit_s, self._clock = features, (max_inter_token_ms or 0.0) / 1000, clock
         self._wishes: dict[bytes, _Wish] = {}
@@ -122,7 +128,7 @@ class EncoderWork:
         for span, image, *_ in sequence.request.media:
             if span.end <= start or not isinstance(image, ImagePatches):
                 continue
-            num_bytes = self._features.num_bytes(image)
+            num_bytes = image.num_bytes
             has_room = not self._needed_bytes or self._needed_bytes + num_bytes <= self._features.max_bytes
             if self._features.holds(image):
                 self._needed_bytes += num_bytes
@@ -185,6 +191,7 @@ class EncoderWork:
             self._encoder_s += elapsed_s
             self._begun = None if is_done else wish
             if is_done:
+                self.on_features(wish.image.digest)
                 self._wishes.pop(wish.image.digest, None)
                 wish = self._next()
             else:

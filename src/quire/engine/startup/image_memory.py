@@ -41,8 +41,7 @@ def find_images(config: EngineConfig, raw: Mapping[str, Any]) -> ImageMemory | N
         ConfigError: `mmproj` names a file that cannot be served, or `mm_processor_kwargs` has a value that is invalid.
     """
     options = config.model
-    has_ranks = config.parallel.num_ranks > 1
-    if has_ranks or not config.multimodal.max_images or options.model_impl == "transformers":
+    if not config.multimodal.max_images or options.model_impl == "transformers":
         return None
     try:
         found = _find_encoder(config, raw)

@@ -23,6 +23,7 @@ from quire.config import (
 from quire.distributed.ranks import Ranks
 from quire.engine.control.encoder_work import EncoderWork
 from quire.engine.engine import Engine
+from quire.engine.inputs import ranked_media
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.adapters import load_adapters, take_adapters
@@ -34,10 +35,11 @@ from quire.engine.startup.model_defaults import read_default_params
 from quire.engine.startup.model_facts import cache_groups, dtype_on, model_facts, step_cost, stored_dtype
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.tokenizers import open_tokenizer, read_end_token_ids
-from quire.engine.startup.vision import load_vision, open_features, open_image_reader
+from quire.engine.startup.vision import load_vision, make_encoder_work, open_features, open_image_reader
 from quire.engine.startup.weight_check import check_cache, check_weights
 from quire.errors import ConfigError
 from quire.execution.runners.executor import Executor
+from quire.execution.step.image_features import ImageFeatures
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.memory.specs import KVCacheSpec
@@ -98,6 +100,7 @@ class LoadedModel:
         default_params: sampling parameters from the model's generation config.
         pooling: pooling of its embeddings.
         disk_prefetch: the engine's prefetcher of blocks outside memory; None without a disk, remote or peer cache.
+        images: features of images; None for a model that reads none.
     """
 
     name: str
@@ -105,6 +108,7 @@ class LoadedModel:
     default_params: dict[str, Any]
     pooling: PoolingConfig
     disk_prefetch: DiskPrefetcher | None = None
+    images: ImageFeatures | None = None
 
 
 def load_part(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
@@ -137,7 +141,8 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
     dtype = dtype_on(device, choose_dtype(options.dtype, checkpoint), options.dtype)
     _prepare_process(options, ranks)
     config, model, guide, draft = _load_models(config, checkpoint, tokenizer, device, dtype, wrap, ranks)
-    vision = None if ranks is not None else load_vision(options, config.multimodal, checkpoint, device, dtype)
+    is_leader = ranks is None or ranks.is_leader
+    vision = load_vision(options, config.multimodal, checkpoint, device, dtype) if is_leader else None
     slots = None if isinstance(model, Encoder) else take_adapters(config.lora, checkpoint, model, ranks)
     stored = stored_dtype(config, dtype)
     groups = [spec for part in (model, draft) if part for spec in cache_groups(config, part, stored)]
@@ -159,16 +164,16 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
         models = [(files, part.spec) for files, part in loaded if files and part]
         disk = open_stores(config, models, resolved, groups, dtype, parts, ranks)
     memory = open_memory(resolved, sizing, parts, disk, config.cache.record_memory)
-    images = open_features(vision, disk, parts)
+    images = open_features(vision, disk, parts, None if is_leader else checkpoint)
     with bound_to(() if ranks is None else ranks.home):
         executor = open_executor(model, draft, memory, resolved, dtype, stored, disk, grammars, parts, images)
-    encoder_work = None if images is None else EncoderWork(images, resolved.max_inter_token_ms)
     commands = None if ranks is None or not ranks.is_leader else CommandStream(ranks.send_commands)
+    encoder_work = make_encoder_work(images, resolved.max_inter_token_ms, commands)
     disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, parts, ranks, commands)
     speculation = make_speculation(config.speculative)
     scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, config.parallel, encoder_work)
     if commands is not None:
-        CommandLog(scheduler, commands)
+        CommandLog(scheduler, commands, pack=ranked_media.pack)
     adapters = load_adapters(config.lora, slots, scheduler, name, ranks, commands, resolved.adapter_bytes)
     executor = share_steps(executor, ranks, resolved.num_threads, commands, parts)
     engine = Engine(
@@ -192,7 +197,8 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
         kv_events=make_kv_events(config, publisher, memory, adapters, disk),
         can_generate=pooling.has_head,
     )
-    return LoadedModel(name, engine, read_default_params(checkpoint, options.generation_config), pooling, disk_prefetch)
+    params = read_default_params(checkpoint, options.generation_config)
+    return LoadedModel(name, engine, params, pooling, disk_prefetch, images)
 
 
 def _load_models(

@@ -15,6 +15,7 @@ from quire.distributed.gpu_ranks import device_of_ranks, join_devices
 from quire.distributed.launch import join_ranks
 from quire.distributed.ranks import Ranks, exit_soon
 from quire.distributed.torchrun import torchrun_place
+from quire.engine.inputs.ranked_media import tensor_from_json, unpack
 from quire.engine.startup.loading import LoadedModel, Wrappers, load_part
 from quire.engine.startup.rank_facts import compare_ranks
 from quire.engine.startup.ranked_adapters import FollowerSlots
@@ -86,7 +87,8 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
     loaded = load_part(own, Wrappers(), ranks)
     engine = loaded.engine
     runs_ahead = ranks.group.runs_ahead
-    replay = CommandReplay(engine.scheduler, _commands_of_parts(loaded, runs_ahead=runs_ahead), runs_ahead=runs_ahead)
+    others = _commands_of_parts(loaded, runs_ahead=runs_ahead)
+    replay = CommandReplay(engine.scheduler, others, unpack=unpack, runs_ahead=runs_ahead)
     while not replay.is_closed:
         for plan in replay.apply(ranks.group.receive_commands()):
             engine.executor.launch(plan).result()
@@ -101,6 +103,13 @@ def _commands_of_parts(loaded: LoadedModel, *, runs_ahead: bool) -> dict[str, Ca
     commands: dict[str, Callable[..., None]] = {}
     if engine.adapters is not None and isinstance(engine.adapters.slots, FollowerSlots):
         commands["adapter"] = engine.adapters.slots.repeat
+    if loaded.images is not None:
+        images = loaded.images
+
+        def keep(digest: str, *packed: Any) -> None:
+            images.keep(bytes.fromhex(digest), tensor_from_json(*packed))
+
+        commands["features"] = keep
     if prefetch is not None:
 
         def save() -> None:

@@ -12,10 +12,12 @@ import torch
 
 from quire.config import EngineConfig, ModelConfig, MultimodalConfig, ResolvedConfig
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
+from quire.engine.control.encoder_work import EncoderWork
 from quire.engine.inputs.images.processing import ImageProcessing
 from quire.engine.inputs.images.reader import ImageReader
 from quire.engine.inputs.images.settings import read_processing, read_settings
 from quire.engine.inputs.images.sources import ImageSources
+from quire.engine.inputs.ranked_media import tensor_to_json
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.step.image_features import ImageFeatures
 from quire.memory.manager import KVCacheManager
@@ -28,6 +30,7 @@ from quire.models.modules.vision_encoder import VisionEncoder
 from quire.models.specs.spec import ModelSpec
 from quire.models.specs.vision_spec import VisionSpec
 from quire.platform.bounded.files import user_path
+from quire.scheduling.command_log import CommandStream
 
 INSTALL: Final = "pip install 'quire[vision]'"
 
@@ -101,13 +104,40 @@ def read_changed_processing(settings: Mapping[str, Any], spec: VisionSpec, image
         raise ConfigError(str(error), field="mm_processor_kwargs") from error
 
 
-def open_features(vision: Vision | None, disk: DiskBlocks | None, parts: ExitStack) -> ImageFeatures | None:
-    """Return the features of images, kept beside the prefix cache on disk as well; `parts` drops them."""
-    if vision is None:
+def open_features(
+    vision: Vision | None, disk: DiskBlocks | None, parts: ExitStack, followed: Checkpoint | None
+) -> ImageFeatures | None:
+    """Return the features of images, kept beside the prefix cache on disk as well; `parts` drops them.
+
+    Args:
+        vision: the encoder; None without one.
+        disk: the disk tier; None without one.
+        parts: closes the features.
+        followed: the model, on a rank that has no encoder and gets the features of another one; None on that one.
+    """
+    if vision is None and (followed is None or find_tower(followed.config) is None):
         return None
-    features = ImageFeatures(vision.encoder, None if disk is None else disk.disk)
+    encoder = None if vision is None else vision.encoder
+    features = ImageFeatures(encoder, None if disk is None or encoder is None else disk.disk)
     parts.callback(features.close)
     return features
+
+
+def make_encoder_work(
+    features: ImageFeatures | None, max_inter_token_ms: float | None, commands: CommandStream | None
+) -> EncoderWork | None:
+    """Return the encoder's schedule, None without features; with `commands`, features are sent to the other ranks."""
+    if features is None:
+        return None
+    work = EncoderWork(features, max_inter_token_ms)
+
+    def send(digest: bytes) -> None:
+        assert commands is not None
+        commands.put("features", digest.hex(), *tensor_to_json(features.of(digest)))
+
+    if commands is not None:
+        work.on_features = send
+    return work
 
 
 def open_image_reader(
@@ -143,7 +173,8 @@ def open_image_reader(
     folder = None if images.allowed_local_media_path is None else user_path(images.allowed_local_media_path)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"allowed_local_media_path {folder} is no folder", field="allowed_local_media_path")
-    form = f"{vision.encoder.dtype} {config.model.quantization}"
+    encoder = vision.encoder
+    form = f"{encoder.dtype} {config.model.quantization}"
     key = memory.chain([], Namespace("images")).root[0]
     reader = ImageReader(
         vision.processing,
@@ -152,6 +183,7 @@ def open_image_reader(
         form,
         key,
         placeholder=tower.placeholder,
+        token_bytes=encoder.spec.num_features * encoder.spec.out_width * encoder.dtype.itemsize,
         max_images=images.max_images,
         sources=ImageSources(images.allowed_media_domains, folder),
     )

@@ -47,7 +47,7 @@ class ImageFeatures:
     """The features of a model's images, [tokens, (1 + D) E] each; the least recently used ones leave the memory.
 
     Args:
-        encoder: encoder of images.
+        encoder: encoder of images; None where another process encodes them, and features are only repeated.
         store: prefix cache on disk; None without one.
         max_bytes: bytes that are kept in memory, of one image at least.
 
@@ -59,7 +59,7 @@ class ImageFeatures:
     """
 
     def __init__(
-        self, encoder: VisionEncoder, store: PrefixStore | None = None, max_bytes: int = MAX_FEATURE_BYTES
+        self, encoder: VisionEncoder | None, store: PrefixStore | None = None, max_bytes: int = MAX_FEATURE_BYTES
     ) -> None:
         self.max_bytes = max_bytes
         self.num_encoded = self.num_loaded = self.num_hits = 0
@@ -70,17 +70,16 @@ class ImageFeatures:
         self._digest: bytes | None = None
         self._pass: ImagePass | None = None
 
-    def num_bytes(self, image: ImagePatches) -> int:
-        """Return the number of bytes of an image's features."""
-        rows, width = self._shape(image)
-        return rows * width * self._encoder.dtype.itemsize
-
     def holds(self, image: ImagePatches) -> bool:
         """Return whether an image's features are in memory; they are the last ones to leave it then."""
         if image.digest not in self._features:
             return False
         self._features.move_to_end(image.digest)
         return True
+
+    def of(self, digest: bytes) -> Tensor:
+        """Return the features of an image that the memory holds."""
+        return self._features[digest]
 
     def read(self, image: ImagePatches, *, begins: bool) -> Tensor:
         """Return the features of an image, which are in memory.
@@ -105,18 +104,20 @@ class ImageFeatures:
 
         An image that is begun takes the place of one on its way. After an error, an image begins anew.
         """
+        encoder = self._encoder
+        assert encoder is not None, "another process encodes images"
         if self._digest != image.digest:
-            features = self._load(image)
+            features = self._load(image, encoder)
             if features is not None:
                 self.num_loaded += 1
-                self._keep(image, features)
+                self.keep(image.digest, features)
                 return True
         try:
             if self._pass is None or self._digest != image.digest:
-                self._digest, self._pass = image.digest, self._encoder.start(image.values, image.rows, image.columns)
-            encoded = self._encoder.advance(self._pass)
-            if self._encoder.device.type == "cuda":  # its time is measured
-                torch.cuda.synchronize(self._encoder.device)
+                self._digest, self._pass = image.digest, encoder.start(image.values, image.rows, image.columns)
+            encoded = encoder.advance(self._pass)
+            if encoder.device.type == "cuda":  # its time is measured
+                torch.cuda.synchronize(encoder.device)
         except BaseException:
             self.drop_pass()
             raise
@@ -125,7 +126,7 @@ class ImageFeatures:
         self.drop_pass()
         self.num_encoded += 1
         features = encoded.transpose(0, 1).flatten(1).contiguous()
-        self._keep(image, features)
+        self.keep(image.digest, features)
         # The store's file may have no free pages for a larger record.
         if self._store is not None and features.nbytes <= self._store.capacity * BATCH_SHARE:
             on_host = features.cpu()
@@ -142,26 +143,25 @@ class ImageFeatures:
         self._features.clear()
         self._store = None
 
-    def _shape(self, image: ImagePatches) -> tuple[int, int]:
-        spec = self._encoder.spec
-        return image.rows * image.columns // spec.merge_size**2, spec.num_features * spec.out_width
-
-    def _load(self, image: ImagePatches) -> Tensor | None:
+    def _load(self, image: ImagePatches, encoder: VisionEncoder) -> Tensor | None:
         """Return the features on disk; None without sound ones."""
         if self._store is None or not self._store.holds(_record(image)):
             return None
-        features = torch.empty(self._shape(image), dtype=self._encoder.dtype)
+        spec = encoder.spec
+        shape = image.rows * image.columns // spec.merge_size**2, spec.num_features * spec.out_width
+        features = torch.empty(shape, dtype=encoder.dtype)
         if not self._store.fetch(_record(image), bytes_of(features)):
             return None
-        return features.to(self._encoder.device)
+        return features.to(encoder.device)
 
-    def _keep(self, image: ImagePatches, features: Tensor) -> None:
-        self._features[image.digest] = features
-        self._unread.add(image.digest)
+    def keep(self, digest: bytes, features: Tensor) -> None:
+        """Keep the features of an image; the least recently used ones leave if there are too many."""
+        self._features[digest] = features
+        self._unread.add(digest)
         num_bytes = sum(each.nbytes for each in self._features.values())
         while num_bytes > self.max_bytes and len(self._features) > 1:
-            digest, oldest = self._features.popitem(last=False)
-            self._unread.discard(digest)
+            oldest_digest, oldest = self._features.popitem(last=False)
+            self._unread.discard(oldest_digest)
             num_bytes -= oldest.nbytes
 
 

@@ -235,9 +235,8 @@ def _stored_bytes(file: Path) -> int:
 def _encoder_bytes(request: PlanRequest, raw: Mapping[str, Any], dtype: str) -> int | None:
     """Return the bytes of the encoder of images that the engine would load; None if it would load none."""
     options = request.config.model
-    has_ranks = request.config.parallel.tensor_parallel_size > 1
     reads_images = request.config.multimodal.max_images > 0 and options.model_impl != "transformers"
-    if has_ranks or not reads_images or find_tower(raw) is None:
+    if not reads_images or find_tower(raw) is None:
         return None
     model = find_gguf(options.model, options.revision)
     try:

@@ -165,13 +165,13 @@ class Decoder:
         x = self._look_up(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        additions, are_causal = None, True
+        additions = None
+        are_causal = not any(isinstance(group, ImageAttentionBatch) for group in groups)
         if row_embeddings is not None:
             rows, embeddings = row_embeddings
             given = embeddings.view(len(rows), -1, self.spec.width)
             x = x.index_copy(0, rows, given[:, 0])
             additions = (rows, given[:, 1:]) if given.shape[1] > 1 else None
-            are_causal = not any(isinstance(group, ImageAttentionBatch) for group in groups)
         if self._positions is not None:
             x = x + self.ops.embedding(positions, self._positions)
         per_layer = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)

@@ -105,11 +105,12 @@ class StageDecoder(Decoder):
         adapters: tuple[LoraRows, LoraRows | None] | None = None,
     ) -> Tensor:
         """Run the layers of this stage; see `Decoder`. All stages but the last compute and send all rows."""
-        assert row_embeddings is None, "embeddings of media do not travel"
+        if not self._stage.is_first:  # the first one has put them into the hidden states
+            row_embeddings = None
         rows = output_rows if self._stage.is_last else None
         if adapters is not None and rows is None:
             adapters = adapters[0], None
-        x = super().__call__(input_ids, positions, groups, storages, None, rows, adapters)
+        x = super().__call__(input_ids, positions, groups, storages, row_embeddings, rows, adapters)
         if not self._stage.is_last:
             parts = [x] if self._embeddings is None else [x, self._embeddings]
             self._group.send(torch.stack(parts))

@@ -48,14 +48,17 @@ class ImagePatches(NamedTuple):
 
     Args:
         digest: digest of the patches, their grid and all else that the features follow from.
-        values: float32 [rows x columns, values of a patch]; see `VisionEncoder.start`.
+        values: float32 [rows x columns, values of a patch]; see `VisionEncoder.start`. Without rows where another
+            process encodes it.
         rows, columns: numbers of patches.
+        num_bytes: number of bytes of its features.
     """
 
     digest: bytes
     values: Tensor
     rows: int
     columns: int
+    num_bytes: int
 
 
 class ImagePass:

@@ -123,7 +123,10 @@ def most_stages(spec: ModelSpec) -> int:
 
 
 def _places_to_cut(spec: ModelSpec) -> list[int]:
-    """Return the layers at which a stage may begin: no layer from there on reads an earlier layer's cache."""
+    """Return the layers at which a stage may begin: no layer from there on reads an earlier layer's cache.
+
+    The first stage has all layers with additions of images' features, which do not travel.
+    """
     if spec.alt_up is not None:
         return []
     layers = spec.layers
@@ -131,7 +134,7 @@ def _places_to_cut(spec: ModelSpec) -> list[int]:
     for idx in range(len(layers) - 1, 0, -1):
         sources = [part.source for part in layers[idx].parts if isinstance(part, Attention) and part.source is not None]
         least = min([least, *sources])
-        if least >= idx:
+        if least >= idx and idx >= spec.image_rows.num_deepstack:
             places.append(idx)
     return places[::-1]
 

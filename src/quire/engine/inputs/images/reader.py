@@ -51,6 +51,7 @@ class ImageReader:
         placeholder: text that stands for an image, and the one with the token in its place; None if they are the same.
         form: text for everything else that features follow from: the encoder's dtype and kernels.
         key: secret of at most 64 bytes; see `EmbeddingsReader`.
+        token_bytes: number of bytes of a token's features.
         max_images: maximum number of images of a prompt.
         sources: reader of the URLs of conversations.
     """
@@ -64,12 +65,14 @@ class ImageReader:
         key: bytes,
         *,
         placeholder: tuple[str, str] | None = None,
+        token_bytes: int,
         max_images: int,
         sources: ImageSources,
     ) -> None:
         self.processing, self.token_id, self.max_images = processing, token_id, max_images
         self._rows, self._placeholder = image_rows, placeholder
         self._small = processing.reduced(SMALL_PIXELS)
+        self._token_bytes = token_bytes
         self._form = f"{form} {processing}"
         self._key = key
         self._sources = sources
@@ -173,7 +176,9 @@ class ImageReader:
 
     def _patches_of(self, field: str, pixels: Pixels, processing: ImageProcessing) -> ImagePatches:
         values, rows, columns = processing.patches_of(field, pixels)
-        return ImagePatches(digest_of(values, f"{self._form} {rows}x{columns} ", self._key), values, rows, columns)
+        digest = digest_of(values, f"{self._form} {rows}x{columns} ", self._key)
+        num_bytes = rows * columns // processing.merge_size**2 * self._token_bytes
+        return ImagePatches(digest, values, rows, columns, num_bytes)
 
     def _pixels(self, field: str, image: Any) -> Pixels:
         if isinstance(image, bytes | bytearray):

@@ -1,0 +1,52 @@
+"""Images, and embeddings of media, on ranks that share a model: the tokens of transformers, and each image once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.engine.inputs.prompts import Prompt
+from tests.conformance import test_gemma3_images as gemma3
+from tests.conformance.checkpoints import ragged_prompts
+from tests.conformance.test_images import Pictures, case, num_encoded, pictures
+from tests.conformance.test_media import Case, agree, load, run
+
+# Fixtures of other modules, by their names.
+__all__ = ["case", "gemma_case", "pictures"]
+gemma_case = pytest.fixture(scope="module", name="gemma_case")(gemma3.case.__wrapped__)  # type: ignore[attr-defined]
+RANKS = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+ranked = pytest.mark.parametrize("ranks", RANKS, ids=["tensor", "stages"])
+
+
+@ranked
+def test_pictures_and_embeddings(case: Case, pictures: Pictures, ranks: dict[str, Any]) -> None:
+    with load(case, **ranks) as llm:
+        agree(case, run(llm, case.prompts))
+        for _ in range(2):
+            outputs = run(llm, list[Prompt](prompt for prompt, _ in pictures))
+            assert [output.outputs[0].token_ids for output in outputs] == [expected for _, expected in pictures]
+            # Two pictures of one prompt are the same.
+            assert num_encoded(llm) == 5
+
+
+@ranked
+@pytest.mark.parametrize("swap", [False, True])
+def test_pictures_under_pressure(case: Case, pictures: Pictures, ranks: dict[str, Any], swap: bool) -> None:
+    options: dict[str, Any] = {"num_kv_blocks": case.scarce_blocks, "max_num_batched_tokens": 7, "max_num_seqs": 3}
+    if swap:
+        options |= {"swap_space": 8 << 20, "preemption_mode": "swap"}
+    prompts: list[Prompt] = [prompt for prompt, _ in pictures for _ in range(3)]
+    with load(case, **options, **ranks) as llm:
+        outputs = run(llm, prompts)
+        assert [output.outputs[0].token_ids for output in outputs] == [
+            expected for _, expected in pictures for _ in range(3)
+        ]
+
+
+@ranked
+def test_rows_that_see_each_other(gemma_case: Case, ranks: dict[str, Any]) -> None:
+    others: list[Prompt] = [[token % 190 for token in prompt] for prompt in ragged_prompts()]
+    with load(gemma_case, num_kv_blocks=16, **ranks) as llm:
+        agree(gemma_case, run(llm, [*others, *gemma_case.prompts])[len(others) :])
+        agree(gemma_case, [run(llm, [prompt])[0] for prompt in gemma_case.prompts])
