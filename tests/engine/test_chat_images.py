@@ -18,6 +18,7 @@ from quire.engine.inputs.tokenizer_pool import FETCH_THREADS, TokenizerPool
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError, ImagesFull, InvalidParameter, PromptTooLong, RequestError, UnsupportedFeature
 from tests.images.tiny_model import GEMMA_MARKS, PAD, data_url, picture, save, save_gemma, url_part
+from tests.models.gguf.writer import f32, write_gguf, write_mmproj
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 600, "num_threads": 1}
@@ -272,3 +273,23 @@ def test_text_that_a_model_expects_around_images(tmp_path: Path) -> None:
         placed = [tokenizer.added_ids[start], *[tokenizer.added_ids[soft]] * 16, tokenizer.added_ids[end]]
         added = [each for each in output.prompt_token_ids if each in placed]
         assert added == placed
+
+
+def test_a_file_whose_vocabulary_lacks_the_token_of_images(tmp_path: Path) -> None:
+    """Many files of Gemma 3 have the vocabulary of its text models: another token stands in."""
+    (tmp_path / "file").mkdir()
+    folder, (start, soft, _) = save_gemma(tmp_path), GEMMA_MARKS
+    options = OPTIONS | {"max_num_batched_tokens": 512}
+    contents = [[url_part(FIRST), url_part(SECOND), WORDS], [{"type": "text", "text": f"{start} "}, url_part(SECOND)]]
+    with LLM(str(folder), **options) as llm:
+        expected = [chat(llm, *content) for content in contents]
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace(soft, "<pad>"))
+    write_mmproj(folder, tmp_path / "file" / "mmproj-F32.gguf", f32)
+    with LLM(str(write_gguf(folder, tmp_path / "file" / "model.gguf", f32, pre="gpt-2")), **options) as llm:
+        for content, before in zip(contents, expected, strict=True):
+            output = chat(llm, *content)
+            assert output.prompt_token_ids == before.prompt_token_ids
+            assert output.outputs[0].token_ids == before.outputs[0].token_ids
+        # What a client writes stays text here too.
+        output = chat(llm, {"type": "text", "text": "<pad>"}, url_part(FIRST))
+        assert output.prompt_token_ids.count(llm.get_tokenizer().added_ids["<pad>"]) == 16

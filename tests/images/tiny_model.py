@@ -102,6 +102,10 @@ GEMMA_TEXT: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
     "sliding_window": 12,
     "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
 }
 GEMMA_VISION: dict[str, Any] = {
     "hidden_size": 32,

@@ -182,7 +182,7 @@ def open_image_reader(
         spec.image_rows,
         form,
         key,
-        placeholder=tower.placeholder,
+        placeholder=tower.placeholder_of(checkpoint.config),
         token_bytes=encoder.spec.num_features * encoder.spec.out_width * encoder.dtype.itemsize,
         max_images=images.max_images,
         sources=ImageSources(images.allowed_media_domains, folder),

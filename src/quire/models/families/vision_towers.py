@@ -42,6 +42,8 @@ _SIGLIP_LAYER: Final[Mapping[str, tuple[str, ...]]] = {
 _QWEN_PREFIX: Final = "model.visual"
 # Field that is added to the configuration of files with a tensor for each frame of a patch, numbered after the first.
 FRAMES_APART: Final = "frames_of_patches_are_apart"
+# Field that is added to the configuration of files whose vocabulary lacks the token of an image: the text of another.
+STAND_IN: Final = "image_token_stand_in"
 _SIGLIP_PREFIX, _SIGLIP_PROJECTOR = "vision_tower", "multi_modal_projector"
 # Older checkpoints have one more module in between.
 _SIGLIP_INNER: Final = "vision_tower.vision_model"
@@ -146,6 +148,8 @@ class Tower(NamedTuple):
         token: text of that token in vocabularies.
         placeholder: text of an image in templates and prompts, and the text that is tokenized instead; None if they are
             the same.
+        stand_in: text of a control token that no prompt has, for vocabularies without `token`. The embedding of neither
+            is read: an image has its features.
     """
 
     read: Callable[[HFConfig], tuple[VisionSpec, WeightMap]]
@@ -153,6 +157,14 @@ class Tower(NamedTuple):
     token_id: int
     token: str
     placeholder: tuple[str, str] | None = None
+    stand_in: str | None = None
+
+    def placeholder_of(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Return `placeholder` for the vocabulary of a checkpoint."""
+        if self.placeholder is None:
+            return None
+        text, tokenized = self.placeholder
+        return text, tokenized.replace(self.token, HFConfig(config).text(STAND_IN, self.token))
 
     def image_token(self, config: Mapping[str, Any]) -> int:
         """Return the token that stands for an image in a prompt."""
@@ -168,6 +180,7 @@ TOWERS: Final[Mapping[str, Tower]] = {
         262144,
         "<image_soft_token>",
         ("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
+        "<pad>",
     ),
     "Qwen3VLForConditionalGeneration": _QWEN,
     "Qwen3VLMoeForConditionalGeneration": _QWEN,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from quire.models.families.expert_layout import LINEAR_EXPERTS
-from quire.models.families.vision_towers import TOWERS
+from quire.models.families.vision_towers import STAND_IN, TOWERS, Tower
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import Config
 
@@ -21,6 +21,7 @@ WHOLE_MODELS: Final[Mapping[str, str]] = {
 GEMMA3: Final = "gemma3"
 # A file of one of the others has the axes of its frequencies, the last of which is for no model of today.
 SECTIONS: Final = "rope.dimension_sections"
+SCALING: Final = "rope.scaling.factor"
 NUM_DEEPSTACK: Final = "n_deepstack_layers"
 TOKENS: Final = "tokenizer.ggml.tokens"
 _PREFIXES: Final = ("model.language_model.", "language_model.model.")
@@ -39,15 +40,14 @@ def as_whole_model(config: Config, name: str, metadata: Metadata, fields: Mappin
         return config
     tower = TOWERS[WHOLE_MODELS[name]]
     stored = fields.get(TOKENS)
-    tokens = stored if isinstance(stored, list) else []
     whole = {
         "architectures": [WHOLE_MODELS[name]],
         "text_config": config,
         "tie_word_embeddings": config["tie_word_embeddings"],
-        **({tower.token_field: tokens.index(tower.token)} if tower.token in tokens else {}),
+        # Gemma 3's models of text do not scale positions.
+        **_image_token(tower, stored if isinstance(stored, list) else [], may_stand_in=metadata.has(SCALING)),
     }
     if name == GEMMA3:
-        # The text models of this architecture have no token of images.
         return whole if tower.token_field in whole and config["tie_word_embeddings"] else config
     if not metadata.has(SECTIONS):
         return config
@@ -60,6 +60,18 @@ def as_whole_model(config: Config, name: str, metadata: Metadata, fields: Mappin
         "vision_config": {"deepstack_visual_indexes": list(range(num_deepstack))},
         LINEAR_EXPERTS: config.get(LINEAR_EXPERTS, True),
     }
+
+
+def _image_token(tower: Tower, tokens: Sequence[object], *, may_stand_in: bool) -> dict[str, Any]:
+    """Return the fields with the token of an image in a vocabulary; none if it has no such token.
+
+    Many files of Gemma 3 have the 262,144 tokens of its text models, and lack the token of images, which is the next.
+    """
+    if tower.token in tokens:
+        return {tower.token_field: tokens.index(tower.token)}
+    if may_stand_in and tower.stand_in is not None and tower.stand_in in tokens:
+        return {tower.token_field: tokens.index(tower.stand_in), STAND_IN: tower.stand_in}
+    return {}
 
 
 def in_language_model(name: str) -> str:
