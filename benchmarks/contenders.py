@@ -32,6 +32,9 @@ CONTENDERS = {
     "quire-kv8": Contender("quire", "bf16", {"kv_cache_dtype": "int8"}),
     "quire-int8": Contender("quire", "int8", {"quantization": "int8"}),
     "quire-int4": Contender("quire", "int4", {"quantization": "int4"}),
+    # The modules of transformers over Quire's memory, as models are served that have no layers of Quire's own.
+    "quire-hosted": Contender("quire", "bf16", {"model_impl": "transformers"}),
+    "quire-hosted-int8": Contender("quire", "int8", {"model_impl": "transformers", "quantization": "int8"}),
     "generate": Contender("generate", "bf16", {}),
     "cb": Contender("cb", "bf16", {}),
     "vllm": Contender("vllm", "bf16", {"dtype": "bfloat16"}),

@@ -56,6 +56,8 @@ MARKS = (
     Mark("W3", "quire", "generate", 2.4),
     Mark("W3", "quire", "cb", 3.5),
     Mark("W5-warm", "quire", "quire", 4.0, beside="W5-off"),
+    *(Mark(name, "quire-hosted", "quire", 0.6) for name in ("W1", "W2", "W3")),
+    *(Mark(name, "quire-hosted-int8", "quire-int8", 0.6) for name in ("W1", "W2", "W3")),
     *(Mark("W1", f"quire-{mix}", mix, 1.05 if mix == "q4_k_m" else 1.15) for mix in MIXES),
     *(Mark(name, f"quire-{mix}", f"llamacpp-{mix}", 2.0) for name in ("W2", "W3") for mix in MIXES),
     *(Mark("W6-4k", f"quire-{mix}", mix, 1.2, "decode_tokens_per_s") for mix in MIXES),
