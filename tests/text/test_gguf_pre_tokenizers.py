@@ -13,6 +13,7 @@ from quire.config import ModelConfig
 from quire.engine.startup.tokenizers import open_tokenizer
 from quire.errors import ConfigError
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.gguf.architectures import ARCHITECTURES
 from quire.text.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS, family_of
 from quire.text.tokenizers.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.tokenizers.tokenizer import Tokenizer
@@ -113,7 +114,9 @@ def test_the_option_is_for_gguf_files_only(tmp_path: Path) -> None:
         ("gpt-2", ["phi-2", "mellum", "a.x-4.0", "exaone4"]),
         ("smollm", ["minerva-7b", "codeshell", "exaone", "mellum2"]),
         ("llama-bpe", ["midm-2.0"]),
-        ("deepseek-r1-qwen", ["megrez", "kormo"]),
+        ("deepseek-r1-qwen", ["megrez", "kormo", "solar-open"]),
+        ("smaug-bpe", ["glm4"]),
+        ("dbrx", ["chatglm-bpe"]),
         ("gpt-4o", ["kanana2"]),
     ],
 )
@@ -131,8 +134,51 @@ def test_names_that_share_a_way(shared: str, names: list[str]) -> None:
         ("deepseek-llm", "naïve 春が来た Σ ա", ["na", "ï", "ve", " ", "春が来た", " Σ", " ա"]),
         ("seed-coder", "I'll go!!\n\n42", ["I", "'ll", " go", "!!", "\n\n", "4", "2"]),
         ("qwen2", "I'll go!!\n\n42", ["I", "'ll", " go", "!!\n\n", "4", "2"]),
+        ("glm4", "I'll goFor!!\n\n1234", ["I", "'ll", " goFor", "!!\n\n", "123", "4"]),
+        ("minimax-m2", "I'll goFor!!\n\n1234", ["I'll", " go", "For", "!!\n\n", "123", "4"]),
     ],
 )
 def test_how_texts_are_divided(pre: str, text: str, words: list[str]) -> None:
     divided = [text[start:end] for _, (start, end) in PRE_TOKENIZERS[pre].build().pre_tokenize_str(text)]
     assert divided == words
+
+
+# Architecture of files -> the names that llama.cpp's converter writes for the models of the architecture.
+NAMES = {
+    "chatglm": "chatglm-bpe",
+    "falcon-h1": "falcon-h1",
+    "glm4": "glm4",
+    "glm4moe": "glm4 solar-open",
+    "gpt-oss": "gpt-4o",
+    "gpt2": "gpt-2",
+    "granite": "refact dbrx",
+    "granitehybrid": "dbrx",
+    "granitemoe": "refact",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2",
+    "llama": "llama-bpe falcon3 smollm deepseek-llm deepseek-coder midm-2.0",
+    "llama4": "llama4",
+    "minimax-m2": "minimax-m2",
+    "mistral3": "tekken",
+    "nemotron_h": "pixtral",
+    "nemotron_h_moe": "pixtral",
+    "olmo2": "dbrx",
+    "phi3": "gpt-4o dbrx",
+    "qwen2": "qwen2 deepseek-r1-qwen megrez",
+    "qwen2vl": "qwen2",
+    "qwen3": "qwen2",
+    "qwen35": "qwen35",
+    "qwen35moe": "qwen35",
+    "qwen3moe": "qwen2",
+    "qwen3next": "qwen2",
+    "qwen3vl": "qwen2",
+    "qwen3vlmoe": "qwen2",
+    "seed_oss": "seed-coder",
+    "smollm3": "smaug-bpe",
+}
+
+
+def test_the_names_of_every_architecture_are_known() -> None:
+    """A model whose layers are read is of no use if the tokenizer of its file is refused."""
+    assert set(NAMES) == {name for name in ARCHITECTURES if not name.startswith("gemma")}
+    assert {name for names in NAMES.values() for name in names.split()} <= set(PRE_TOKENIZERS)

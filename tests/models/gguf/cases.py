@@ -51,6 +51,7 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
     "seed-oss-options": {},
     "gemma": {},
     "gemma-options": {"tie_word_embeddings": True},
+    "glm": {},
     "glm4": {},
     "glm4-moe": {},
     "glm4-moe-options": {"norm_topk_prob": True},

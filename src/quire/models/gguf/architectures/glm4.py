@@ -1,7 +1,8 @@
-"""GLM-4, with gate and up in one matrix, and GLM-4.5 and 4.6, with experts."""
+"""GLM-4, with gate and up in one matrix, from 0414 on with post norms; and GLM-4.5 and 4.6, with experts."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from quire.models.gguf.architectures.common import (
@@ -19,11 +20,9 @@ from quire.models.gguf.architectures.common import (
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import Architecture, Config, Floats, Shapes
 
+CHATGLM: Final = {**ATTENTION, **NORMS, "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 GLM4: Final = {
-    **ATTENTION,
-    **NORMS,
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    **CHATGLM,
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
@@ -39,9 +38,9 @@ GLM4_MOE: Final = {
 }
 
 
-def _read_glm4(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+def _read_glm4(metadata: Metadata, shapes: Shapes, floats: Floats | None, family: str = "Glm4ForCausalLM") -> Config:
     metadata.require("nextn_predict_layers", 0)
-    config = read_common(metadata, shapes, "Glm4ForCausalLM", floats)
+    config = read_common(metadata, shapes, family, floats)
     metadata.same_integer("attention.head_count_kv")
     return _attention(metadata, shapes, config) | {"intermediate_size": metadata.same_integer("feed_forward_length")}
 
@@ -79,6 +78,7 @@ def _attention(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
 
 
 GLM: Final = {
+    "chatglm": Architecture(partial(_read_glm4, family="GlmForCausalLM"), CHATGLM, ENDS),
     "glm4": Architecture(_read_glm4, GLM4, ENDS),
     "glm4moe": Architecture(_read_glm4_moe, GLM4_MOE, ENDS),
 }
