@@ -314,3 +314,16 @@ def test_a_strict_function_refuses_a_key_that_is_not_enforced(name: str) -> None
         assert form.grammar(CallRules(functions=[Function("f", schema)]))
         with pytest.raises(InvalidParameter, match=rf"properties\.a: {key} cannot be enforced, since"):
             form.grammar(CallRules(functions=[Function("f", schema, is_strict=True)]))
+
+
+def test_gemma_writes_paths_as_keys_without_quotes(walkers: dict[str, Walker]) -> None:
+    form, walker = form_of("gemma4"), walkers["gemma4"]
+    given = {"params": {"/Applications/My.app": "a", "x-y@z": {"$ref": "b"}}}
+    text = write("gemma4", "", [("f", given)])
+    function = Function("f", {"type": "object", "properties": {"params": {"type": "object"}}})
+    parser = CallParser(form, [function], is_forced=False)
+    (call,) = merge(parser.push(text) + parser.finish())
+    assert isinstance(call, CallDelta)
+    assert json.loads(call.arguments) == given
+    rules = CallRules(functions=[function], is_required=True, tokens=walker.tokens)
+    assert walker.takes(form.grammar(rules), text)

@@ -27,9 +27,9 @@ from quire.text.tool_calls.value_grammar import BARE_KEY, KEY_CHARS, ValueSyntax
 GEMMA_WORDS = {**JSON_WORDS, "null": BOTH_WORDS["null"]}
 PYTHON_VALUES = ValueSyntax(words=BOTH_WORDS, comma=", ", colon=": ", has_single_quotes=True)
 PYTHON_KEYS = replace(PYTHON_VALUES, colon="=", bare_key=BARE_KEY)
-GEMMA_VALUES = ValueSyntax(
-    words=GEMMA_WORDS, comma=",", colon=":", bare_key=f"[${KEY_CHARS}]{{1,64}}", quote='<|"|>', is_sorted=True
-)
+# Its keys are written as they are, paths among them: all but quotes, brackets, spaces, commas and colons.
+GEMMA_KEY = rf"[$\/@#+%&*!?=~|();{KEY_CHARS}]{{1,64}}"
+GEMMA_VALUES = ValueSyntax(words=GEMMA_WORDS, comma=",", colon=":", bare_key=GEMMA_KEY, quote='<|"|>', is_sorted=True)
 
 # Hermes 2 Pro; Qwen 2.5 and 3.
 HERMES = Markup(begin="<tool_call>", open="\n", arguments=CallObject(), close="\n", end="</tool_call>", next_block="\n")
