@@ -187,4 +187,4 @@ def _marked(value: Any) -> str:
 
 
 def _marked_key(key: str) -> str:
-    return key if re.fullmatch(r"[a-zA-Z0-9_.$\u00a1-\U0010ffff-]{1,64}", key) else f'<|"|>{key}<|"|>'
+    return key if re.fullmatch(r"[$/@#+%&*!?=~|();a-zA-Z0-9_.\u00a1-\U0010ffff-]{1,64}", key) else f'<|"|>{key}<|"|>'
