@@ -1,4 +1,4 @@
-"""Published chat templates and function calls, in folders that environment variables name."""
+"""Published chat templates, function calls and sources, in folders that environment variables name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 TEMPLATES = "QUIRE_CHAT_TEMPLATES"
 CALLS = "QUIRE_BFCL"
+LLAMA_CPP = "QUIRE_LLAMA_CPP"
 
 
 def named(variable: str) -> Path | None:
