@@ -90,6 +90,8 @@ def divide(spec: ModelSpec, size: int) -> tuple[Stage, ...]:
     ends = [*_places_to_cut(spec), len(spec.layers)]
     if size > len(ends):
         shared = "" if len(ends) == len(spec.layers) else ", of which some read the cache of others"
+        num_added = spec.image_rows.num_deepstack
+        shared = shared if not num_added else f", the first {num_added} of which add features of images"
         shared = shared if spec.alt_up is None else " with several hidden states of a token, of which one travels"
         raise ConfigError(
             f"pipeline_parallel_size must be at most {len(ends)}, got {size}: the model has {len(spec.layers)} "
