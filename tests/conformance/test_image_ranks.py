@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from quire.engine.inputs.prompts import Prompt
 from quire.errors import ConfigError
@@ -13,6 +18,7 @@ from tests.conformance import test_gemma3_images as gemma3
 from tests.conformance.checkpoints import ragged_prompts
 from tests.conformance.test_images import Pictures, case, num_encoded, pictures
 from tests.conformance.test_media import Case, agree, load, run
+from tests.models.gguf.writer import f32, write_gguf, write_mmproj
 
 # Fixtures of other modules, by their names.
 __all__ = ["case", "gemma_case", "pictures"]
@@ -69,3 +75,35 @@ def test_rows_that_see_each_other(gemma_case: Case, ranks: dict[str, Any]) -> No
     with load(gemma_case, num_kv_blocks=16, **ranks) as llm:
         agree(gemma_case, run(llm, [*others, *gemma_case.prompts])[len(others) :])
         agree(gemma_case, [run(llm, [prompt])[0] for prompt in gemma_case.prompts])
+
+
+@pytest.mark.parametrize("ranks", [{}, RANKS[0]], ids=["alone", "tensor"])
+def test_blocks_of_another_encoder_are_not_hit(
+    case: Case, pictures: Pictures, ranks: dict[str, Any], tmp_path: Path
+) -> None:
+    """Only rank 0 has the encoder's file, and each rank keeps its shard of the blocks on disk."""
+    text, others = tmp_path / "text", tmp_path / "others"
+    shutil.copytree(case.folder, others)
+    tensors = load_file(others / "model.safetensors")
+    changed = {name: tensor * (1.5 if "visual" in name else 1.0) for name, tensor in tensors.items()}
+    save_file(changed, others / "model.safetensors", metadata={"format": "pt"})
+    text.mkdir()
+    files = case._replace(folder=write_gguf(case.folder, text / "model.gguf", f32))
+    first = write_mmproj(case.folder, tmp_path / "first.gguf", f32)
+    second = write_mmproj(others, tmp_path / "second.gguf", f32)
+    prompt, _ = pictures[2]
+
+    def logprobs(file: Path, **options: Any) -> tuple[Tensor, int]:
+        with load(files, mmproj=str(file), block_size=4, **options) as llm:
+            (output,) = run(llm, [prompt])
+        found = [next(iter(each.values())).logprob for each in output.outputs[0].logprobs or []]
+        return torch.tensor(found), output.num_cached_tokens
+
+    kept = {"prefix_cache_dir": str(tmp_path / "cache"), **ranks}
+    expected, _ = logprobs(second)
+    assert (logprobs(first, **kept)[0] - expected).abs().max() > 0.01
+    for is_read in (False, True):
+        found, num_cached = logprobs(second, **kept)
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+        # The text before the first image may be read in any case.
+        assert (num_cached > 10) == is_read

@@ -147,6 +147,12 @@ def open_stores(
     return blocks
 
 
+def digest_of_files(files: Checkpoint, cache: CacheConfig, ranks: Ranks | None) -> str:
+    """Return a digest of files on which blocks depend, besides the model's; a prefix cache on disk remembers it."""
+    folder = None if cache.prefix_cache_dir is None else user_path(cache.prefix_cache_dir) / _part_of(ranks)
+    return fingerprint(files, (), None if folder is None else folder / "encoder_weights.json").hex()
+
+
 def _part_of(ranks: Ranks | None) -> str:
     """Return a name of a rank's shard of each block; "" for whole blocks."""
     if ranks is None:

@@ -158,9 +158,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
     publisher = open_publisher(config, parts)
     disk = None
     if config.cache.has_stores and not isinstance(model, Encoder):
-        # The keys and values after an image depend on its encoder, which may be in another file.
-        encoder_files = None if vision is None or vision.files is checkpoint else vision.files
-        loaded = (checkpoint, model), (guide, draft), (encoder_files, model)
+        loaded = (checkpoint, model), (guide, draft)
         models = [(files, part.spec) for files, part in loaded if files and part]
         disk = open_stores(config, models, resolved, groups, dtype, parts, ranks)
     memory = open_memory(resolved, sizing, parts, disk, config.cache.record_memory)
@@ -187,7 +185,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None, parts: Exit
         disk_prefetch=disk_prefetch,
         # Keyed with the memory manager's secret, which is stored with a prefix cache on disk.
         media_reader=_media_reader(model, memory),
-        image_reader=open_image_reader(vision, model.spec, checkpoint, config, resolved, memory, parts),
+        image_reader=open_image_reader(vision, model.spec, checkpoint, config, resolved, memory, parts, ranks),
         encoder_work=encoder_work,
         speculation=speculation,
         grammars=grammars,

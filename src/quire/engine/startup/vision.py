@@ -12,12 +12,14 @@ import torch
 
 from quire.config import EngineConfig, ModelConfig, MultimodalConfig, ResolvedConfig
 from quire.distributed.kvstore.disk_blocks import DiskBlocks
+from quire.distributed.ranks import Ranks
 from quire.engine.control.encoder_work import EncoderWork
 from quire.engine.inputs.images.processing import ImageProcessing
 from quire.engine.inputs.images.reader import ImageReader
 from quire.engine.inputs.images.settings import read_processing, read_settings
 from quire.engine.inputs.images.sources import ImageSources
 from quire.engine.inputs.ranked_media import tensor_to_json
+from quire.engine.startup.kv_cache import digest_of_files
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.step.image_features import ImageFeatures
 from quire.memory.manager import KVCacheManager
@@ -148,6 +150,7 @@ def open_image_reader(
     resolved: ResolvedConfig,
     memory: KVCacheManager,
     parts: ExitStack,
+    ranks: Ranks | None,
 ) -> ImageReader | None:
     """Return the reader of prompts' images, which `parts` closes; None without an encoder.
 
@@ -175,6 +178,9 @@ def open_image_reader(
         raise ConfigError(f"allowed_local_media_path {folder} is no folder", field="allowed_local_media_path")
     encoder = vision.encoder
     form = f"{encoder.dtype} {config.model.quantization}"
+    if config.cache.has_stores and vision.files is not checkpoint:
+        # Keys and values after an image, which outlive this engine, depend on files that other ranks do not have.
+        form += f" {digest_of_files(vision.files, config.cache, ranks)}"
     key = memory.chain([], Namespace("images")).root[0]
     reader = ImageReader(
         vision.processing,
