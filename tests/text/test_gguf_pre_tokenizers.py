@@ -143,7 +143,7 @@ def test_how_texts_are_divided(pre: str, text: str, words: list[str]) -> None:
     assert divided == words
 
 
-# Architecture of files -> the names that llama.cpp's converter writes for the models of the architecture.
+# Architecture of files -> names of pre-tokenizers that its files have, as far as they are known.
 NAMES = {
     "chatglm": "chatglm-bpe",
     "falcon-h1": "falcon-h1",

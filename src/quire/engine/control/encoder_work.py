@@ -172,14 +172,14 @@ class EncoderWork:
     def next_layer_s(self) -> float:
         """Return the time of the next layer, in seconds; 0 without work."""
         wish = self._next()
-        return 0.0 if wish is None else self._seconds(wish.image)
+        return 0.0 if wish is None else self.cost.seconds(self._features.next_kind(wish.image), len(wish.image.values))
 
     def _run(self, left_s: float) -> list[tuple[str, str]]:
         """Take images through layers, one at least, for `left_s` seconds; see `run`."""
         wish, spent_s, is_first = self._next(), 0.0, True
         while wish is not None:
             kind = self._features.next_kind(wish.image)
-            if not is_first and spent_s + self._seconds(wish.image) > left_s:
+            if not is_first and spent_s + self.cost.seconds(kind, len(wish.image.values)) > left_s:
                 break
             started_s, is_first = self._clock(), False
             try:
@@ -197,9 +197,6 @@ class EncoderWork:
             else:
                 self.cost.record(kind, len(wish.image.values), elapsed_s)
         return []
-
-    def _seconds(self, image: ImagePatches) -> float:
-        return self.cost.seconds(self._features.next_kind(image), len(image.values))
 
     def _next(self) -> _Wish | None:
         """Return the image to go on with: the one that has begun, or the first one; None without work."""
