@@ -74,10 +74,10 @@ def as_published(name: str, whole: dict[str, Any], folder: Path) -> None:
     if name.startswith("granite4"):
         kinds = {"full_attention": "attention", "linear_attention": "mamba"}
         config["layer_types"] = [kinds[kind] for kind in config["layer_types"]]
-    if name.startswith("falcon"):
-        config["head_dim"] = whole["head_dim"] or whole["hidden_size"] // whole["num_attention_heads"]
-    if name.startswith("gpt2"):
-        config = json.loads(json.dumps(whole)) | {"architectures": config["architectures"], "n_ctx": 128}
+    if name.startswith(("falcon", "gpt2")):
+        config = json.loads(json.dumps(whole)) | {"architectures": config["architectures"]}
+        width, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
+        config |= {"n_ctx": 128} if name.startswith("gpt2") else {"head_dim": width // heads}
     (folder / "config.json").write_text(json.dumps(config))
     tokens = {f"token {number}": number for number in range(211)}
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens, "merges": []}, "added_tokens": []}))
