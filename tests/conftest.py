@@ -48,17 +48,18 @@ NEVER_LONG = (
     "tests/platform/test_huge_pages.py",
     "tests/scheduling/test_random_runs.py::test_tokens_do_not_depend_on_memory_budget_policy_or_company",
 )
-# Modules with cases for many models, or many seeds: `--share` runs some of them.
-SHARED_MODULES = (
-    "tests/conformance/test_histories.py",
-    "tests/conformance/test_ranks.py",
-    "tests/conformance/test_stages.py",
-    "tests/hosted/test_net.py",
-    "tests/hostile/test_checkpoints.py",
-    "tests/hostile/test_hosted_configs.py",
-    "tests/kvstore/test_shared_store.py",
-    "tests/memory/test_small_worlds.py",
-    "tests/schemas/test_random_schemas.py",
+# Folders with cases for many models, or many seeds: `--share` runs some of their slow cases.
+SHARED_FOLDERS = (
+    "tests/conformance/",
+    "tests/engine/",
+    "tests/hosted/",
+    "tests/hostile/",
+    "tests/kvstore/",
+    "tests/memory/",
+    "tests/models/",
+    "tests/mutants/",
+    "tests/scheduling/",
+    "tests/schemas/",
 )
 # Fixtures and parameters with the name of a model, all cases of which are in one share.
 MODEL_FIXTURES = ("reference", "model_type", "name")
@@ -191,7 +192,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that measures which cases are long, and the one that leaves out some models."""
     text = f"write the cases that take more processor time to {LONG_CASES.name}, beside those that are in it"
     parser.addoption("--list-long-tests", type=float, metavar="SECONDS", help=text)
-    text = f"of the slow cases of {', '.join(SHARED_MODULES)}, run one of COUNT shares, counted from 0"
+    text = f"of the slow cases of {', '.join(SHARED_FOLDERS)}, run one of COUNT shares, counted from 0"
     parser.addoption("--share", metavar="NUMBER/COUNT", help=text)
 
 
@@ -243,7 +244,7 @@ def by_share(items: list[pytest.Item], share: str) -> tuple[list[pytest.Item], l
     others: list[pytest.Item] = []
     for item in items:
         case = getattr(item, "callspec", None)
-        is_shared = case is not None and item.nodeid.startswith(SHARED_MODULES) and item.get_closest_marker("slow")
+        is_shared = case is not None and item.nodeid.startswith(SHARED_FOLDERS) and item.get_closest_marker("slow")
         if case is None or not is_shared:
             kept.append(item)
             continue

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import MODEL_FIXTURES, SHARED_MODULES, by_share
+from tests.conftest import MODEL_FIXTURES, SHARED_FOLDERS, by_share
 from tools import full_run
 
 SOURCE = '"""A kernel."""\n\n\ndef double(x: int) -> int:\n    """Double."""\n    return 2 * x  # a shift\n'
@@ -80,7 +80,7 @@ def test_a_recorded_run_is_the_last_row(root: Path, monkeypatch: pytest.MonkeyPa
 
 def test_each_commit_has_a_share_of_the_models() -> None:
     shares = [full_run.share_to_run(f"{number:08x}".rjust(16, "a") + "0" * 24) for number in range(300)]
-    assert {shares.count(f"{idx}/{full_run.NUM_SHARES}") for idx in range(full_run.NUM_SHARES)} == {100}
+    assert {shares.count(f"{idx}/{full_run.NUM_SHARES}") for idx in range(full_run.NUM_SHARES)} == {60}
     assert full_run.share_to_run(None) == f"0/{full_run.NUM_SHARES}"
 
 
@@ -89,19 +89,20 @@ def case_of(nodeid: str, params: dict[str, Any] | None = None, mark: str = "slow
     return SimpleNamespace(nodeid=nodeid, callspec=callspec, get_closest_marker=lambda name: name == mark or None)
 
 
-def test_shares_divide_the_cases_of_the_shared_modules() -> None:
-    assert all((full_run.ROOT / module).is_file() for module in SHARED_MODULES)
+def test_shares_divide_the_cases_of_the_shared_folders() -> None:
+    assert all((full_run.ROOT / folder).is_dir() for folder in SHARED_FOLDERS)
     models = [f"model-{number}" for number in range(60)]
-    names = dict(zip(SHARED_MODULES, [*MODEL_FIXTURES, *["seed"] * 9], strict=False))
-    modules = names | {"tests/models/test_it.py": "reference"}
+    names = dict(zip(SHARED_FOLDERS, [*MODEL_FIXTURES, *["seed"] * 9], strict=False))
+    modules = {f"{folder}test_it.py": name for folder, name in names.items()} | {"tests/server/test_it.py": "reference"}
     items = [case_of(f"{module}::test_it[{one}]", {name: one}) for module, name in modules.items() for one in models]
-    items.append(case_of(f"{SHARED_MODULES[0]}::test_other"))
-    items.append(case_of(f"{SHARED_MODULES[0]}::test_other[quick]", {"seed": 1}, mark="long"))
+    items.append(case_of(f"{SHARED_FOLDERS[0]}test_it.py::test_other"))
+    items.append(case_of(f"{SHARED_FOLDERS[0]}test_it.py::test_other[quick]", {"seed": 1}, mark="long"))
     shares = [by_share(items, f"{number}/3")[0] for number in range(3)]
-    for module in SHARED_MODULES:
-        of_module = [[each.nodeid for each in kept if each.nodeid.startswith(f"{module}::test_it")] for kept in shares]
-        assert sorted(chain.from_iterable(of_module)) == sorted(f"{module}::test_it[{model}]" for model in models)
-        assert min(map(len, of_module)) > 10
+    for folder in SHARED_FOLDERS:
+        test = f"{folder}test_it.py::test_it"
+        of_folder = [[each.nodeid for each in kept if each.nodeid.startswith(test)] for kept in shares]
+        assert sorted(chain.from_iterable(of_folder)) == sorted(f"{test}[{model}]" for model in models)
+        assert min(map(len, of_folder)) > 10
     assert all(len([each for each in kept if "::test_other" in each.nodeid]) == 2 for kept in shares)
-    assert all(len([each for each in kept if "tests/models" in each.nodeid]) == len(models) for kept in shares)
+    assert all(len([each for each in kept if "tests/server" in each.nodeid]) == len(models) for kept in shares)
     assert all(len(kept) + len(others) == len(items) for kept, others in [by_share(items, "1/3")])
