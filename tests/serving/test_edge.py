@@ -112,6 +112,28 @@ def test_the_routers_own_routes_refuse_bodies_as_a_server_does(router: ServerPro
     assert check_form(answer.text, 400)["code"] == "invalid_json"
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/metrics", "/router/replicas", "/v1/models", COMPLETIONS])
+@pytest.mark.parametrize("method", ["CONNECT", "PUT", "TRACE", "ODD"])
+def test_other_methods_are_refused_with_a_whole_answer(
+    router: ServerProcess, server: ServerProcess, method: str, path: str
+) -> None:
+    """A success of CONNECT would have no body, and the connection would carry other bytes after it."""
+    for target in (router, server):
+        with connect(target) as connection:
+            connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+            answer = read_answer(connection)
+        status = 404 if target is server and "/router/" in path else 405
+        assert status_of(answer) == status, (target.url, answer)
+        check_form(body_of(answer), status)
+
+
+def test_the_routers_own_routes_name_their_methods(router: ServerProcess) -> None:
+    assert router.http.put("/health").headers["allow"] == "GET, HEAD"
+    assert router.http.get("/router/drain").headers["allow"] == "POST"
+    assert router.http.head("/health").status_code == 200
+    assert router.http.get("/router/nowhere").status_code == 404
+
+
 def test_a_health_query_is_not_held_up_by_the_parsing_of_bodies(router: ServerProcess) -> None:
     """Bodies that take long to parse are not parsed on the event loop, where this one would take seconds."""
     raw = b'{"a":[' + b'{"a":{}},' * 110_000 + b"{}]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +18,16 @@ from quire.fleet.proxy.prompts import RoutedPrompts
 from quire.server.requests.body import BodyReader
 from quire.server.requests.errors import ApiError, stopping
 from quire.server.state.auth import check_operator
+
+# The proxy's own routes and their methods.
+OWN_ROUTES: Final[Mapping[str, tuple[str, ...]]] = {
+    "/health": ("GET", "HEAD"),
+    "/ping": ("GET", "HEAD"),
+    "/metrics": ("GET",),
+    "/router/replicas": ("GET",),
+    "/router/drain": ("POST",),
+    "/router/undrain": ("POST",),
+}
 
 
 class Proxy:
@@ -49,6 +59,9 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
+        if scope["method"] == "CONNECT":
+            # A success would be an answer without a body, after which the connection carries other bytes.
+            raise ApiError(405, "no route has the method CONNECT: a router opens no tunnels", code="method_not_allowed")
         if _is_own(scope["path"]):
             await (await self._own(Request(scope, receive)))(scope, receive, send)
             return
@@ -58,33 +71,47 @@ class Proxy:
     # ---- the proxy's own routes ----
 
     async def _own(self, request: Request) -> Response:
-        path, method, fleet = request.scope["path"], request.method, self._fleet
+        path, fleet = request.scope["path"], self._fleet
+        _check_route(request)
         if path in ("/health", "/ping"):
             count = len(fleet.available())
             status = "stopping" if self.is_draining else "ok" if count else "no server takes requests"
             body = {"status": status, "num_replicas": len(fleet.replicas), "num_available": count, **fleet.health()}
             return _json(body, 200 if status == "ok" else 503)
         check_operator(request, has_operators=self._has_operators)
-        if path == "/metrics" and method == "GET":
+        if path == "/metrics":
             return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-        if path == "/router/replicas" and method == "GET":
+        if path == "/router/replicas":
             return _json({"replicas": fleet.describe(), **self._forwarder.describe()})
-        if path in ("/router/drain", "/router/undrain") and method == "POST":
-            name = (await self._bodies.read_object(request)).get("replica")
-            replica = fleet.replicas.get(name) if isinstance(name, str) else None
-            if replica is None:
-                names = ", ".join(fleet.replicas)
-                why = f"replica must be one of {names}, got {name!r:.100}"
-                raise ApiError(400, why, code="invalid_value", param="replica")
-            replica.is_draining = path == "/router/drain"
-            replica.update()
-            return _json(replica.describe())
+        name = (await self._bodies.read_object(request)).get("replica")
+        replica = fleet.replicas.get(name) if isinstance(name, str) else None
+        if replica is None:
+            why = f"replica must be one of {', '.join(fleet.replicas)}, got {name!r:.100}"
+            raise ApiError(400, why, code="invalid_value", param="replica")
+        replica.is_draining = path == "/router/drain"
+        replica.update()
+        return _json(replica.describe())
+
+
+def _check_route(request: Request) -> None:
+    """Check the path and the method of a request for one of the proxy's own routes.
+
+    Raises:
+        ApiError: 404 or 405.
+    """
+    path, method = request.scope["path"], request.method
+    allowed = OWN_ROUTES.get(path)
+    if allowed is None:
         raise ApiError(404, f"there is no such route: {method} {path[:200]}", code="not_found")
+    if method not in allowed:
+        names = ", ".join(allowed)
+        why = f"the route has no such method: {method} {path}; it has {names}"
+        raise ApiError(405, why, code="method_not_allowed", headers={"allow": names})
 
 
 def _is_own(path: str) -> bool:
     """Return whether the proxy answers requests for a path itself."""
-    return path in ("/health", "/ping", "/metrics") or path.startswith("/router/")
+    return path in OWN_ROUTES or path.startswith("/router/")
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> Response:
