@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.server.process import ServerProcess
+from tests.server.test_errors import check_form
 from tests.serving.ray_apps import (
     GREEDY,
     PATIENCE_S,
@@ -101,6 +102,19 @@ def test_an_answer_is_that_of_one_process(app: RayApp, alone: ServerProcess, nam
     assert (found.status_code, content_of(found)) == (wanted.status_code, content_of(wanted))
     for header in ("content-type", "x-request-id", "retry-after", "allow"):
         assert found.headers.get(header) == wanted.headers.get(header)
+
+
+def test_the_ingress_refuses_other_methods_on_its_own_routes(app: RayApp) -> None:
+    for method, path, allowed in (
+        ("PUT", "/health", "GET, HEAD"),
+        ("POST", "/metrics", "GET"),
+        ("DELETE", "/router/replicas", "GET"),
+    ):
+        answer = app.http.request(method, path)
+        assert answer.status_code == 405
+        assert answer.headers["allow"] == allowed
+        assert check_form(answer.text, 405)["code"] == "method_not_allowed"
+    assert check_form(app.http.get("/router/nowhere").text, 404)["code"] == "not_found"
 
 
 def test_metrics_are_of_all_replicas_and_of_the_router(app: RayApp) -> None:

@@ -16,7 +16,7 @@ from quire.fleet.proxy.forwarding import Forwarder
 from quire.fleet.proxy.metrics import ProxyMetrics
 from quire.fleet.proxy.prompts import RoutedPrompts
 from quire.server.requests.body import BodyReader
-from quire.server.requests.errors import ApiError, stopping
+from quire.server.requests.errors import ApiError, check_route, stopping
 from quire.server.state.auth import check_operator
 
 # The proxy's own routes and their methods.
@@ -59,12 +59,12 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["method"] == "CONNECT":
-            # A success would be an answer without a body, after which the connection carries other bytes.
-            raise ApiError(405, "no route has the method CONNECT: a router opens no tunnels", code="method_not_allowed")
         if _is_own(scope["path"]):
             await (await self._own(Request(scope, receive)))(scope, receive, send)
             return
+        if scope["method"] == "CONNECT":
+            # A success would be an answer without a body, after which the connection carries other bytes.
+            raise ApiError(405, "no route has the method CONNECT: a router opens no tunnels", code="method_not_allowed")
         async with self.exchanges.open(scope, receive, send) as exchange:
             await self._forwarder.forward(exchange)
 
@@ -72,7 +72,7 @@ class Proxy:
 
     async def _own(self, request: Request) -> Response:
         path, fleet = request.scope["path"], self._fleet
-        _check_route(request)
+        check_route(OWN_ROUTES, request.method, path)
         if path in ("/health", "/ping"):
             count = len(fleet.available())
             status = "stopping" if self.is_draining else "ok" if count else "no server takes requests"
@@ -91,22 +91,6 @@ class Proxy:
         replica.is_draining = path == "/router/drain"
         replica.update()
         return _json(replica.describe())
-
-
-def _check_route(request: Request) -> None:
-    """Check the path and the method of a request for one of the proxy's own routes.
-
-    Raises:
-        ApiError: 404 or 405.
-    """
-    path, method = request.scope["path"], request.method
-    allowed = OWN_ROUTES.get(path)
-    if allowed is None:
-        raise ApiError(404, f"there is no such route: {method} {path[:200]}", code="not_found")
-    if method not in allowed:
-        names = ", ".join(allowed)
-        why = f"the route has no such method: {method} {path}; it has {names}"
-        raise ApiError(405, why, code="method_not_allowed", headers={"allow": names})
 
 
 def _is_own(path: str) -> bool:

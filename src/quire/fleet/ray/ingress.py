@@ -35,7 +35,7 @@ from quire.fleet.ray.handle_calls import HandleCall, lost_by
 from quire.fleet.ray.metrics import INGRESS, merge_metrics
 from quire.fleet.routing.router import RouteRequest
 from quire.server.requests.body import BodyReader
-from quire.server.requests.errors import ApiError, unavailable
+from quire.server.requests.errors import check_route, unavailable
 from quire.server.settings import ServerConfig
 from quire.server.state.auth import check_operator, guarded
 from quire.server.state.intake import Intake
@@ -45,6 +45,13 @@ MAX_ATTEMPTS: Final = 8
 ASK_S: Final = 2.0
 START_S: Final = 5.0
 BROADCAST_S: Final = 120.0
+# The ingress's own routes and their methods.
+OWN_ROUTES: Final[Mapping[str, tuple[str, ...]]] = {
+    "/health": ("GET", "HEAD"),
+    "/ping": ("GET", "HEAD"),
+    "/metrics": ("GET",),
+    "/router/replicas": ("GET",),
+}
 
 
 class IngressReplica:
@@ -96,7 +103,7 @@ class Ingress:
         root = scope.get("root_path", "").rstrip("/")
         path = scope["path"].removeprefix(root) or "/"
         scope = {**scope, "path": path, "raw_path": scope.get("raw_path", path.encode()).removeprefix(root.encode())}
-        if path in ("/health", "/ping", "/metrics") or path.startswith("/router/"):
+        if path in OWN_ROUTES or path.startswith("/router/"):
             await (await self._own(scope))(scope, receive, send)
             return
         async with self._exchanges.open(scope, receive, send) as exchange:
@@ -115,21 +122,19 @@ class Ingress:
         return FLEETS.get(self._app_name)
 
     async def _own(self, scope: Scope) -> Response:
-        path, method = scope["path"], scope["method"]
-        fleet = self._fleet
+        path, fleet = scope["path"], self._fleet
+        check_route(OWN_ROUTES, scope["method"], path)
         if path in ("/health", "/ping"):
             # Serve starts the ingress after replicas are ready, and the router learns of them with the first request.
             count = len(fleet.names) if fleet is not None else None
             status = "no replica takes requests" if count == 0 else "ok"
             return _json({"status": status, "num_replicas": count}, 503 if count == 0 else 200)
         check_operator(Request(scope), has_operators=self._has_operators)
-        if path == "/metrics" and method == "GET":
+        if path == "/metrics":
             text = merge_metrics(await self._ask_all("metrics")) + await self._all_router_metrics()
             return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-        if path == "/router/replicas" and method == "GET":
-            states = {} if fleet is None else await fleet.describe_soon()
-            return _json({"replicas": list(states.values())})
-        raise ApiError(404, f"there is no such route: {method} {path[:200]}", code="not_found")
+        states = {} if fleet is None else await fleet.describe_soon()
+        return _json({"replicas": list(states.values())})
 
     async def router_metrics(self) -> tuple[str, bytes]:
         """Return the name of this replica, and the metrics of its router in Prometheus' text format."""

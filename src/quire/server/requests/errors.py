@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -38,6 +38,7 @@ TYPES = {
 }
 # Anthropic's types that differ from OpenAI's.
 ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+_REFUSALS = {404: "there is no such route", 405: "the route has no such method"}
 ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 
 
@@ -148,14 +149,36 @@ def error_response(error: BaseException, request_id: str, path: str) -> Response
 async def handle_http_exception(request: Request, error: Exception) -> Response:
     """Return the answer to an unknown route or method, which Starlette refuses."""
     assert isinstance(error, HTTPException)
-    reason = {404: "there is no such route", 405: "the route has no such method"}.get(error.status_code)
-    message = str(error.detail) if reason is None else f"{reason}: {request.method} {request.scope['path'][:200]}"
-    if error.status_code == 404:
+    status, method, path = error.status_code, request.method, request.scope["path"]
+    message = _refusal(status, method, path) if status in _REFUSALS else str(error.detail)
+    if status == 404:
         message += _hint(request)
-    if request.method == "OPTIONS" and "origin" in request.headers:
+    if method == "OPTIONS" and "origin" in request.headers:
         message += "; pages of other origins need --allow-origin"
-    code = HTTPStatus(error.status_code).name.lower()
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.scope["path"])
+    return ApiError(status, message, code=HTTPStatus(status).name.lower(), headers=error.headers).response(path)
+
+
+def check_route(routes: Mapping[str, Sequence[str]], method: str, path: str) -> None:
+    """Check a request for routes that Starlette does not know.
+
+    Args:
+        routes: the methods of each path.
+        method, path: those of the request.
+
+    Raises:
+        ApiError: 404 or 405, as `handle_http_exception` gives them.
+    """
+    allowed = routes.get(path)
+    if allowed is None:
+        raise ApiError(404, _refusal(404, method, path), code="not_found")
+    if method not in allowed:
+        names = ", ".join(allowed)
+        why = f"{_refusal(405, method, path)}; it has {names}"
+        raise ApiError(405, why, code="method_not_allowed", headers={"allow": names})
+
+
+def _refusal(status: int, method: str, path: str) -> str:
+    return f"{_REFUSALS[status]}: {method} {path[:200]}"
 
 
 def _hint(request: Request) -> str:
